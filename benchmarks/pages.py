@@ -1,4 +1,4 @@
-"""The tables of pages in `docs/benchmarks`, from the results in `benchmarks/results`.
+"""The tables of pages in `docs/benchmarks`, from the results in `benchmarks/results`; and docs/families.md.
 
     python -m benchmarks.pages            # prints them
     python -m benchmarks.pages --write    # puts them into the pages (`PAGES`), between their two markers
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import families
 from benchmarks.prose import wrapped
 from benchmarks.report import ROOT, Check, machine_kind, machine_text
 from benchmarks.streaming.summary import summary
+from benchmarks.workers import MODELS, OWN_MODEL
 
 RESULTS, FOLDER = ROOT / "benchmarks/results", ROOT / "docs/benchmarks"
 BEGIN = "<!-- Written by `python -m benchmarks.pages --write`, from benchmarks/results. -->"
@@ -109,8 +111,11 @@ def decode_section(result: Result) -> list[str]:
             cells = [columns[figure][index] if figure in columns else "" for figure in figures]
             lines.append([engine_name(engine), dtype, *cells])
     rounds = next(row["rounds"] for row in result["rows"] if row["figure"] == "settings")
+    model = next(row.get("model", OWN_MODEL) for row in result["rows"] if row["figure"] == "settings")
+    shape = "" if model == OWN_MODEL else f", the shape of {model} in random weights"
     return [
-        f"One request or batch: milliseconds of a prefill and of a decode step, medians of {rounds} rounds in turn.",
+        f"One request or batch{shape}: milliseconds of a prefill and of a decode step, medians of {rounds} rounds in "
+        "turn.",
         table(["engine", "dtype", *figures], lines),
         checks_table(result),
     ]
@@ -171,8 +176,10 @@ def checks_table(result: Result) -> str:
     return table(["check", "value", "target", ""], lines)
 
 
+SHAPES = [f"cpu_decode-{model}" for model in MODELS if model != OWN_MODEL]
+"""The results of `benchmarks.cpu_decode --model`."""
 SECTIONS: dict[str, Callable[[Result], list[str]]] = {
-    "cpu_decode": decode_section,
+    **dict.fromkeys(("cpu_decode", *SHAPES), decode_section),
     "engine": engine_section,
     "quality": quality_section,
     "streaming": streaming_section,
@@ -180,7 +187,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
-    "language-models.md": ("cpu_decode", "engine", "quality"),
+    "language-models.md": ("cpu_decode", *SHAPES, "engine", "quality"),
     "larger-than-memory.md": ("streaming",),
     "start.md": ("start",),
 }
@@ -202,7 +209,7 @@ def source(command: str, result: Result) -> str:
     text += "".join(f" (but {', '.join(parts)}: commit {short(commit)})" for commit, parts in others.items())
     peers = [peer for name, peer in result["versions"].items() if " " in peer and name != "python"]
     versions = ", ".join([f"jax {result['versions']['jax']}", *peers])
-    return f"`benchmarks.{command}`, commit {text}, {result['date']}; {versions}."
+    return f"`benchmarks.{command.replace('-', ' --model ', 1)}`, commit {text}, {result['date']}; {versions}."
 
 
 def render(results: Path, names: Iterable[str]) -> str:
@@ -225,11 +232,12 @@ def render(results: Path, names: Iterable[str]) -> str:
 
 
 def insert(page: str, tables: str) -> str:
-    """Put new tables between the page's markers. Exits if it does not have them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    """Put new tables between the page's markers, their first and last lines. Exits if it does not have them."""
+    first, *_, last = tables.splitlines()
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise SystemExit(f"The page lacks the lines between which the tables stand: {BEGIN!r} and {END!r}.")
+        raise SystemExit(f"The page lacks the lines between which the tables stand: {first!r} and {last!r}.")
     return before + tables + after
 
 
@@ -237,8 +245,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     args = parser.parse_args()
-    for name, sections in PAGES.items():
-        page, tables = FOLDER / name, render(RESULTS, sections)
+    pages = {FOLDER / name: render(RESULTS, sections) for name, sections in PAGES.items()}
+    for page, tables in (pages | {families.PAGE: families.render()}).items():
         if args.write:
             page.write_text(insert(page.read_text(), tables))
             print(f"Wrote {page}")

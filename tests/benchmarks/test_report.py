@@ -182,6 +182,17 @@ def test_a_column_that_only_some_dtypes_have_is_empty_in_the_others(tmp_path):
     assert "| **jaxinfer** | bfloat16 | **418.1** |  |" in lines
 
 
+def test_the_shape_of_another_model_is_named(tmp_path):
+    rows = [
+        {"figure": "settings", "rounds": 7, "model": "qwen3-0.6b"},
+        {"figure": "prefill 512", "engine": "jaxinfer", "dtype": "float32", "ms": 938.85},
+    ]
+    write(tmp_path / "intel", "cpu_decode-qwen3-0.6b", INTEL, rows=rows)
+    text = unwrapped(pages.render(tmp_path, pages.PAGES["language-models.md"]))
+    assert "One request or batch, the shape of qwen3-0.6b in random weights: milliseconds" in text
+    assert "`benchmarks.cpu_decode --model qwen3-0.6b`, commit" in text
+
+
 def test_parts_of_another_commit_are_named(tmp_path):
     parts = {"a": "a" * 40, "b": "b" * 40, "c": "b" * 40}
     rows = [{"figure": "part", "part": part, "commit": commit} for part, commit in parts.items()]
@@ -196,7 +207,7 @@ def test_results_of_two_machines_in_one_folder_are_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"mixed should have results of one kind of machine; it has .*AMD.*Intel"):
         pages.render(tmp_path, pages.SECTIONS)
     with pytest.raises(SystemExit, match="lacks the lines between which the tables stand"):
-        pages.insert("a page without markers", "")
+        pages.insert("a page without markers", f"{pages.BEGIN}\n{pages.END}")
 
 
 def test_the_commands_say_what_they_do():

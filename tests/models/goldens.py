@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, EncoderConfig, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import family_of, plan
+from jaxinfer.models.files.gguf_config import ARCHITECTURES
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
@@ -34,6 +35,8 @@ def config_of(name: str) -> ModelConfig:
 ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)]
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
 
+_GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
+
 FEATURES = {
     "streamed": NAMES,
     "on a mesh": NAMES,
@@ -41,6 +44,7 @@ FEATURES = {
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
     "LoRA": DECODERS,
+    "GGUF": [name for name in NAMES if read_config(name)["model_type"] in _GGUF],
 }
 """The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""
 

@@ -82,6 +82,7 @@ def sources(config: EncoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("bert",),
+    published=("BERT",),
     config=_config,
     sources=sources,
     prefixes=("bert.",),

@@ -70,6 +70,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("bloom",),
+    published=("BLOOM",),
     config=_config,
     sources=_sources,
     prefixes=("transformer.",),

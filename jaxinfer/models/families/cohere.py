@@ -67,4 +67,6 @@ def _head_norms(leaf: str, name: str, heads: int, config: DecoderConfig) -> dict
     return {f"{leaf}.scale": scale} | constant(f"{leaf}.bias", 0.0, heads * size)
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("cohere",), config=_config, sources=sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("cohere",), published=("Command R", "Aya"), config=_config, sources=sources
+)

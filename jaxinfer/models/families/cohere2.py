@@ -19,4 +19,4 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(dataclasses.replace(config, layer_positions=positions), windows=windows)
 
 
-FAMILY = dataclasses.replace(cohere.FAMILY, model_types=("cohere2",), config=_config)
+FAMILY = dataclasses.replace(cohere.FAMILY, model_types=("cohere2",), published=("Command R7B",), config=_config)

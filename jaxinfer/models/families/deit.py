@@ -50,6 +50,7 @@ def _mean(by_class: np.ndarray, by_distillation: np.ndarray) -> np.ndarray:
 
 FAMILY = Family(
     model_types=("deit",),
+    published=("DeiT",),
     config=_config,
     sources=_sources,
     prefixes=("deit.",),

@@ -70,6 +70,7 @@ def _sources(config: ViTConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("dinov2", "dinov2_with_registers"),
+    published=("DINOv2",),
     config=_config,
     sources=_sources,
     prefixes=("dinov2.", "dinov2_with_registers."),

@@ -70,6 +70,7 @@ def _sources(config: EncoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("distilbert",),
+    published=("DistilBERT",),
     config=_config,
     sources=_sources,
     prefixes=("distilbert.",),

@@ -103,6 +103,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("falcon",),
+    published=("Falcon",),
     config=_config,
     sources=_sources,
     prefixes=("transformer.",),

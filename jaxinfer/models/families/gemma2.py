@@ -64,4 +64,6 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma2",), config=base_config, sources=sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("gemma2",), published=("Gemma 2",), config=base_config, sources=sources
+)

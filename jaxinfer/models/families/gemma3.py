@@ -14,4 +14,6 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return gemma3_text.config(hf)
 
 
-FAMILY = text_part(dataclasses.replace(gemma3_text.FAMILY, config=_config), "gemma3")
+FAMILY = text_part(
+    dataclasses.replace(gemma3_text.FAMILY, config=_config, published=("Gemma 3 4B, 12B and 27B",)), "gemma3"
+)

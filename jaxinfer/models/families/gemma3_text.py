@@ -55,4 +55,6 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma3_text",), config=config, sources=_sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("gemma3_text",), published=("Gemma 3 270M and 1B",), config=config, sources=_sources
+)

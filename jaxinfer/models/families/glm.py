@@ -35,4 +35,6 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("glm",), config=base_config, sources=sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("glm",), published=("GLM-4",), config=base_config, sources=sources
+)

@@ -21,4 +21,6 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(glm.FAMILY, model_types=("glm4",), config=_config, sources=_sources)
+FAMILY = dataclasses.replace(
+    glm.FAMILY, model_types=("glm4",), published=("GLM-4-0414",), config=_config, sources=_sources
+)

@@ -83,6 +83,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("gpt2",),
+    published=("GPT-2",),
     config=_config,
     sources=_sources,
     prefixes=("transformer.",),

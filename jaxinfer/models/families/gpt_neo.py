@@ -87,6 +87,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("gpt_neo",),
+    published=("GPT-Neo",),
     config=_config,
     sources=_sources,
     prefixes=("transformer.",),

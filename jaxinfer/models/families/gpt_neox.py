@@ -60,6 +60,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("gpt_neox",),
+    published=("GPT-NeoX", "Pythia"),
     config=_config,
     sources=_sources,
     prefixes=("gpt_neox.",),

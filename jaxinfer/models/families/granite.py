@@ -19,4 +19,4 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, scale=fields.number("attention_multiplier", default=1.0))
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("granite",), config=_config)
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("granite",), published=("Granite 3",), config=_config)

@@ -122,4 +122,11 @@ def qk_norm_sizes(attention: AttentionConfig) -> tuple[int, int]:
 
 IGNORED = r"lm_head\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # a tied head; a table we compute
 
-FAMILY = Family(model_types=("llama",), config=config, sources=sources, prefixes=("model.",), ignored=IGNORED)
+FAMILY = Family(
+    model_types=("llama",),
+    published=("Llama 2 and 3", "TinyLlama", "SmolLM2"),
+    config=config,
+    sources=sources,
+    prefixes=("model.",),
+    ignored=IGNORED,
+)

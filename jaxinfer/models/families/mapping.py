@@ -46,6 +46,7 @@ class Family:
       left_out: a pattern of tensor names of parts that are not implemented, such as what sees images.
       renamed: other spellings and what replaces them, anywhere in a name.
       mark: of a family without `config.json`, the tensor (without prefix) that it is recognised by.
+      published: the names of its models, as people know them.
       image_processor: of a family of images, the one that its `preprocessor_config.json` is of if it does not say.
     """
 
@@ -57,6 +58,7 @@ class Family:
     left_out: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     mark: str = ""
+    published: tuple[str, ...] = ()
     image_processor: str = ""
 
     def plain_name(self, name: str) -> str:

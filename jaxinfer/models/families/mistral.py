@@ -14,4 +14,6 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("mistral",), config=_config)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("mistral",), published=("Mistral 7B", "Mistral Nemo"), config=_config
+)

@@ -26,4 +26,6 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("olmo2",), config=base_config, sources=sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("olmo2",), published=("OLMo 2",), config=base_config, sources=sources
+)

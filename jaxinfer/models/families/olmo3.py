@@ -24,4 +24,4 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, windows=fields.windows(fields.optional(int, "sliding_window"), default))
 
 
-FAMILY = dataclasses.replace(olmo2.FAMILY, model_types=("olmo3",), config=_config)
+FAMILY = dataclasses.replace(olmo2.FAMILY, model_types=("olmo3",), published=("OLMo 3",), config=_config)

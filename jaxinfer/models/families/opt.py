@@ -91,6 +91,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
 
 FAMILY = Family(
     model_types=("opt",),
+    published=("OPT", "Galactica"),
     config=_config,
     sources=_sources,
     prefixes=("model.decoder.", "decoder."),

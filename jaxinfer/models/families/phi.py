@@ -27,6 +27,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 FAMILY = dataclasses.replace(
     llama.FAMILY,
     model_types=("phi",),
+    published=("Phi-1", "Phi-1.5", "Phi-2"),
     config=_config,
     renamed=(
         ("self_attn.dense.", "self_attn.o_proj."),

@@ -53,4 +53,6 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("phi3",), config=_config, sources=_sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("phi3",), published=("Phi-3", "Phi-4"), config=_config, sources=_sources
+)

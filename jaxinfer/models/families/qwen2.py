@@ -22,4 +22,6 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, qkv_bias=True, windows=windows(Fields(hf), config.layers))
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen2",), config=_config)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("qwen2",), published=("Qwen1.5", "Qwen2", "Qwen2.5"), config=_config
+)

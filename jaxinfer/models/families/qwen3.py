@@ -16,4 +16,4 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     )
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), config=_config)
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), published=("Qwen3",), config=_config)

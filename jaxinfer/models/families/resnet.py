@@ -70,6 +70,7 @@ def _names(leaf: str) -> tuple[str, str]:
 
 FAMILY = Family(
     model_types=("resnet",),
+    published=("ResNet of transformers",),
     config=_config,
     sources=lambda config: resnet_sources(config, _names, "classifier.1"),
     prefixes=("resnet.",),

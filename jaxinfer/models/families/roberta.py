@@ -14,6 +14,7 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
 
 FAMILY = Family(
     model_types=("roberta",),
+    published=("RoBERTa",),
     config=_config,
     sources=bert.sources,
     prefixes=("roberta.",),

@@ -84,6 +84,7 @@ _NAMES = Names(
 
 FAMILY = Family(
     model_types=("siglip", "siglip_vision_model"),
+    published=("SigLIP's image tower",),
     config=_config,
     sources=_sources,
     prefixes=("vision_model.",),

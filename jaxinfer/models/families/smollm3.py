@@ -23,4 +23,4 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, windows=fields.windows(window, default))
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("smollm3",), config=_config)
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("smollm3",), published=("SmolLM3",), config=_config)

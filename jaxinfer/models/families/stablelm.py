@@ -45,4 +45,6 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("stablelm",), config=_config, sources=_sources)
+FAMILY = dataclasses.replace(
+    llama.FAMILY, model_types=("stablelm",), published=("StableLM",), config=_config, sources=_sources
+)

@@ -25,6 +25,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 FAMILY = dataclasses.replace(
     llama.FAMILY,
     model_types=("starcoder2",),
+    published=("StarCoder 2",),
     config=_config,
     renamed=(("mlp.c_fc.", "mlp.up_proj."), ("mlp.c_proj.", "mlp.down_proj.")),
 )

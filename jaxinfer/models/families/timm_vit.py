@@ -155,6 +155,7 @@ _NAMES = Names(
 
 FAMILY = Family(
     model_types=("timm_vit",),
+    published=("ViT and DeiT of timm",),
     config=_config,
     sources=_sources,
     prefixes=("module.",),

@@ -34,6 +34,7 @@ def _names(leaf: str) -> tuple[str, str]:
 
 FAMILY = Family(
     model_types=("torchvision_resnet",),
+    published=("ResNet of torchvision",),
     config=_config,
     sources=lambda config: resnet_sources(config, _names, "fc"),
     prefixes=("module.",),

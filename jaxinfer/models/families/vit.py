@@ -193,6 +193,7 @@ RENAMED = (  # what checkpoints have; transformers 5 has the names above in memo
 
 FAMILY = Family(
     model_types=("vit",),
+    published=("ViT",),
     config=_config,
     sources=lambda config: vit_sources(config, NAMES),
     prefixes=("vit.",),

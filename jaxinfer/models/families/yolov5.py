@@ -80,6 +80,7 @@ def _csp(leaf: str, layer: int, outputs: int, inputs: int, depth: int) -> Iterat
 
 FAMILY = Family(
     model_types=("yolov5",),
+    published=("YOLOv5",),
     config=_config,
     sources=_sources,
     prefixes=("module.model.", "model.model.", "model."),
