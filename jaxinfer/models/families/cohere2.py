@@ -10,7 +10,7 @@ from jaxinfer.models.families.fields import FULL, SLIDING, Fields
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields({"sliding_window": 4096} | dict(hf))
-    config = cohere.base_config({**hf, "head_dim": None})
+    config = cohere.base_config(hf)
     full_every = fields.integer("sliding_window_pattern", default=4)
     default = [SLIDING if (i + 1) % full_every else FULL for i in range(config.layers)]
     windows = fields.windows(fields.optional(int, "sliding_window"), default)
