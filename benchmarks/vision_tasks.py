@@ -98,7 +98,7 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
 
 
 def _test_images(name: str, service: Service) -> Dataset:
-    return DIVISION.parts(load_dataset(name, service.config.image_size)).test
+    return DIVISION.parts(load_dataset(name, service.config.image_size, service.config.preprocessing)).test
 
 
 def _level_seconds(service: Service, images: np.ndarray, rounds: int) -> dict[int, list[float]]:

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         )
         tests = {}
         for name in args.tasks:
-            dataset = load_dataset(name, service.config.image_size)
+            dataset = load_dataset(name, service.config.image_size, service.config.preprocessing)
             if name not in service.tasks:
                 training = TrainingConfig(steps=args.steps)
                 service.register_task(name, dataset, prompts=args.prompts, division=DIVISION, training=training)

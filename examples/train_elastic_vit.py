@@ -185,7 +185,8 @@ def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS
     service = Service.from_checkpoint(folder, merge_levels=None if prompts else ())
     for name in TASKS:
         if name not in service.tasks:
-            dataset, training = load_dataset(name, service.config.image_size), TrainingConfig(steps=steps)
+            dataset = load_dataset(name, service.config.image_size, service.config.preprocessing)
+            training = TrainingConfig(steps=steps)
             service.register_task(name, dataset, prompts=prompts, division=DIVISION, training=training, progress=say)
 
 
@@ -197,7 +198,7 @@ def register_seeds(folder: Path, repository: Path, steps: int) -> None:
         for seed in SEEDS:
             if (seeded := f"{name}-{seed}") not in seeds.tasks:
                 training = TrainingConfig(steps=steps, seed=seed)
-                dataset = load_dataset(name, seeds.config.image_size)
+                dataset = load_dataset(name, seeds.config.image_size, seeds.config.preprocessing)
                 seeds.register_task(
                     seeded, dataset, prompts=PROMPTS[-1:], division=DIVISION, training=training, progress=say
                 )

@@ -35,7 +35,8 @@ from jaxinfer.elastic.latency import NEWEST, LatencyProfile
 from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.elastic.tasks.training import fit_head
-from jaxinfer.models.files.loading import load_model
+from jaxinfer.models.config import ImagePooling
+from jaxinfer.models.files.loading import load_model, save_model
 from jaxinfer.serving import FailedError, OverloadedError
 from jaxinfer.serving.budget import BudgetError, host_budget
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
@@ -63,6 +64,19 @@ def test_answers_are_the_models_own(service, level):
     np.testing.assert_allclose([a.probabilities for a in answers], probabilities(wanted), atol=1e-5)
     assert [a.label for a in answers] == [task.labels[i] for i in wanted.argmax(1)]
     assert {a.level for a in answers} == {level}
+
+
+def test_backbones_with_registers_and_other_features(options, tmp_path):
+    """As DINOv2 with registers: no labels, and heads of tasks see the class token beside the mean of patches."""
+    config = dataclasses.replace(CONFIG, labels=(), registers=3, pooling=ImagePooling.CLS_AND_MEAN)
+    save_model(tmp_path / "vit", tiny_vit(config=config), family="dinov2_with_registers")
+    options = options | {"max_batch": 1}
+    with Service.from_checkpoint(tmp_path / "vit", repository=tmp_path / "tasks", **options) as service:
+        head = service.register_task("stripes", stripes(20), training=QUICK).heads[0]
+        images = stripes(3, seed=3).images
+        expected = logits(tiny_vit(config=config), service.adaptation(-4), images, head.weight, head.bias)
+        answers = service.classify(images, "stripes", -4)
+    np.testing.assert_allclose([a.probabilities for a in answers], probabilities(expected), atol=1e-5)
 
 
 def test_the_task_is_learnt(service):

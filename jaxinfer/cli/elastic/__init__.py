@@ -83,14 +83,14 @@ def register(
     counts = _numbers("--prompts", prompts)
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
-        from jaxinfer.cli.elastic.opening import image_size
+        from jaxinfer.cli.elastic.opening import images_of
         from jaxinfer.cli.elastic.tables import levels_table
         from jaxinfer.elastic import Division, PromptMode, Service, TaskRepository, TrainingConfig, load_dataset
 
         division, training = Division(test_share=test_share), TrainingConfig(steps=steps, seed=seed)
         PromptMode(prompt_mode)
         TaskRepository.of_model(model, repository).next_version(task, new_version=new_version)
-        dataset = load_dataset(data, image_size(model))
+        dataset = load_dataset(data, *images_of(model))
         service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
     registered = service.register_task(
         task, dataset, prompts=counts, division=division, training=training, new_version=new_version
@@ -114,13 +114,13 @@ def profile(
     """Show a task's accuracy, and what batches take, at all levels."""
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
-        from jaxinfer.cli.elastic.opening import check_profiled, image_size, read_tasks
+        from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
         from jaxinfer.cli.elastic.tables import levels_table
         from jaxinfer.elastic import Service, load_dataset
 
-        size = image_size(model)
+        size = images_of(model)
         registered = read_tasks(model, repository, [task])[task]
-        validation = None if data is None else registered.divide(load_dataset(data, size)).validation
+        validation = None if data is None else registered.divide(load_dataset(data, *size)).validation
         service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
     if validation is not None:
         service.profile(task, validation)
@@ -144,11 +144,11 @@ def classify(
     with long_work(_OPENING):
         import numpy as np
 
-        from jaxinfer.cli.elastic.opening import image_size, read_tasks
+        from jaxinfer.cli.elastic.opening import images_of, read_tasks
         from jaxinfer.elastic import Service, load_image
 
-        size = image_size(model)
-        pixels = np.stack([load_image(file, size) for file in images])
+        size = images_of(model)
+        pixels = np.stack([load_image(file, *size) for file in images])
         read_tasks(model, repository, [task])
         service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
     for file, answer in zip(images, service.classify(pixels, task, level), strict=True):

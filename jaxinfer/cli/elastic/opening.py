@@ -8,12 +8,17 @@ from jaxinfer.elastic import ProfileError, Service, Task, TaskRepository
 from jaxinfer.elastic.levels import require_vit
 from jaxinfer.elastic.tasks.datasets import DATASETS
 from jaxinfer.hub import resolve
+from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.files.description import Description
 
 
-def image_size(model: Path) -> int:
-    """Return the height and width of a model's images. Raises CheckpointError, ElasticError for another model."""
-    return require_vit(model, Description.read(resolve(model)).config).image_size
+def images_of(model: Path) -> tuple[int, PreprocessingConfig]:
+    """Return the height and width of a model's images, and how others become so.
+
+    Raises CheckpointError, ElasticError for another model.
+    """
+    config = require_vit(model, Description.read(resolve(model)).config)
+    return config.image_size, config.preprocessing
 
 
 def read_tasks(model: Path, folder: Path | None, names: Sequence[str]) -> dict[str, Task]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxinfer.cli.display import show
-from jaxinfer.cli.elastic.opening import check_profiled, image_size, read_tasks
+from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
 from jaxinfer.elastic import Dataset, Service, load_dataset
 from jaxinfer.elastic.scheduling.policies import check_policy, make_policy
 from jaxinfer.elastic.scheduling.query import Query
@@ -88,11 +88,11 @@ def open_tasks(params: Mapping[str, Any], policies: Sequence[str]) -> Opened:
     trace = _check(params, policies)
     model, repository = params["model"], params["repository"]
     sources = dict(_source(option) for option in params["data"] or [])
-    size, tasks = image_size(model), read_tasks(model, repository, params["task"] or [])
+    size, tasks = images_of(model), read_tasks(model, repository, params["task"] or [])
     for what, named in (("--data", set(sources)), (f"{params['trace']}: a query", {query.task for query in trace})):
         if unknown := named - tasks.keys():
             raise ValueError(f"{what} is of the task {min(unknown)!r}; queried tasks: {', '.join(tasks)}.")
-    tests = {name: task.divide(load_dataset(sources.get(name, name), size)).test for name, task in tasks.items()}
+    tests = {name: task.divide(load_dataset(sources.get(name, name), *size)).test for name, task in tasks.items()}
     options = {name: params[name] for name in ("repository", "prompt_mode", "max_batch", "device_memory")}
     service = Service.from_checkpoint(model, **options)
     for policy in policies:

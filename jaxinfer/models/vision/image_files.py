@@ -1,10 +1,57 @@
-"""Images outside of programs: resized for a model, with Pillow (the extra `images`)."""
+"""Images outside of programs: read from files, and resized for a model, with Pillow (the extra `images`)."""
+
+import warnings
+from pathlib import Path
 
 import numpy as np
 
 from jaxinfer.extras import require_extra
 from jaxinfer.models.config import PreprocessingConfig, Resampling
 from jaxinfer.models.vision.images import resized_shape
+
+MAX_PIXELS = 50_000_000
+"""Maximum pixels of an image file.
+
+Larger ones are not decoded, since a small file can hold an image that fills the memory.
+"""
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Formats of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
+
+
+def read_image(path: str | Path) -> np.ndarray:
+    """Read an image file, upright: uint8 [H, W, 3].
+
+    16-bit pixels keep their upper 8 bits. Raises ValueError if it is not an image of one of `FORMATS`, or has more than
+    `MAX_PIXELS`; MissingExtraError without Pillow.
+    """
+    require_extra("PIL", "reading image files")
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise ValueError(
+                        f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
+                    )
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode[0] in "IF":  # 16 or 32 bits, which `convert` would cut off at 255
+                    upright = Image.fromarray(_upper_bits(np.asarray(upright), path))
+                return np.asarray(upright.convert("RGB"))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file.") from None
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
+            raise ValueError(f"{path}: not an image that can be read ({error}).") from error
+
+
+def _upper_bits(pixels: np.ndarray, path: str | Path) -> np.ndarray:
+    """Convert 16-bit pixels to uint8."""
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
+        raise ValueError(f"{path}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
+    return (pixels >> 8).astype(np.uint8)
 
 
 def fitted(image: np.ndarray, size: int, cfg: PreprocessingConfig) -> np.ndarray:

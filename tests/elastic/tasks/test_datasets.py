@@ -15,6 +15,8 @@ from jaxinfer.elastic import (
     load_image_folder,
 )
 from jaxinfer.elastic.tasks.datasets import DATASETS
+from jaxinfer.elastic.tasks.images import resize_images
+from jaxinfer.models.config import PreprocessingConfig, Resampling
 
 Image = pytest.importorskip("PIL.Image")
 IMAGES = np.zeros((4, 2, 2, 3), np.uint8)
@@ -167,6 +169,17 @@ def test_image_files(tmp_path):
     (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidImageError, match="not an image that can be read"):
         load_image(tmp_path / "cut.png", 4)
+
+
+def test_images_are_resized_as_the_model_says(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 12, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    cropped = PreprocessingConfig(resampling=Resampling.BICUBIC, resized=6, keep_ratio=True)
+    expected = np.asarray(Image.fromarray(pixels).resize((6, 12), Image.Resampling.BICUBIC))[4:8, 1:5]
+    np.testing.assert_array_equal(load_image(tmp_path / "a.png", 4, cropped), expected)
+    np.testing.assert_array_equal(resize_images(pixels[None], 4, cropped)[0], expected)
+    with pytest.raises(InvalidImageError, match="must be 4 x 4, got 24 x 12"):
+        load_image(tmp_path / "a.png", 4, PreprocessingConfig(resampling=None))
 
 
 def test_images_of_16_bits(tmp_path):
