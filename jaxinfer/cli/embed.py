@@ -1,4 +1,4 @@
-"""`jaxinfer embed`: vectors of texts from the command line."""
+"""`jaxinfer embed`: vectors of texts or images from the command line."""
 
 import io
 import json
@@ -42,6 +42,9 @@ def embed(
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts.", show_default=False)] = None,
     prompts_file: PromptsFileOption = None,
     token_ids: Annotated[list[str] | None, typer.Option(help="A text as token ids: 5,17,3.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="An image, for a vision transformer; repeatable.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.npy", help="Write the vectors there, float32, a row a text.")
     ] = None,
@@ -61,8 +64,10 @@ def embed(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Print the vectors of texts, of length 1, a line of JSON each; or write them, or show how similar they are."""
-    prompts = read_prompts(texts or [], prompts_file, token_ids or [])
+    """Print the vectors of texts or images, a line of JSON each; or write them, or show how similar they are."""
+    if image and (texts or prompts_file or token_ids):
+        raise ValueError("--image: a model takes either images or texts; leave out the texts.")
+    prompts = [] if image else read_prompts(texts or [], prompts_file, token_ids or [])
     if output is not None and output.suffix != ".npy":
         raise ValueError(f"--output {output}: must end in .npy, the format that is written.")
     if output is not None and not output.parent.is_dir():
@@ -70,17 +75,26 @@ def embed(
     from jaxinfer.generation import Embedder
 
     with Embedder(**model_options(ctx), max_batch=max_batch) as embedder:
-        vectors = embedder.embed(prompts)
+        vectors = embedder.embed(image or prompts)
+    names = [str(file) for file in image] if image else [_name(text) for text in prompts]
     if output is not None:
         _write(output, vectors)
     if similarity:
         from jaxinfer.cli.display import show
 
-        show(_similarities(prompts, vectors))
+        show(_similarities("image" if image else "text", names, vectors))
     if output is None and not similarity:
-        for index, (text, vector) in enumerate(zip(prompts, vectors.tolist(), strict=True)):
-            given = {"prompt": text} if isinstance(text, str) else {"token_ids": text}
+        inputs = [{"image": name} for name in names] if image else [_given(text) for text in prompts]
+        for index, (given, vector) in enumerate(zip(inputs, vectors.tolist(), strict=True)):
             print(json.dumps({"index": index, **given, "embedding": vector}))
+
+
+def _name(text: "Prompt") -> str:
+    return text if isinstance(text, str) else ",".join(map(str, text))
+
+
+def _given(text: "Prompt") -> dict[str, object]:
+    return {"prompt": text} if isinstance(text, str) else {"token_ids": text}
 
 
 def _write(file: Path, vectors: "np.ndarray") -> None:
@@ -92,22 +106,21 @@ def _write(file: Path, vectors: "np.ndarray") -> None:
     note(f"[{vectors.shape[0]} vectors of {vectors.shape[1]} written to {file}]")
 
 
-def _similarities(texts: "list[Prompt]", vectors: "np.ndarray") -> "Table":
-    """Return the cosine of each two texts; of many, for each text the most similar other one."""
+def _similarities(kind: str, names: list[str], vectors: "np.ndarray") -> "Table":
+    """Return the cosine of each two inputs; of many, for each input the most similar other one."""
     import numpy as np
 
     from jaxinfer.cli.display import table
 
     cosines = vectors @ vectors.T
-    names = [text if isinstance(text, str) else ",".join(map(str, text)) for text in texts]
-    if len(texts) <= MOST_COLUMNS:
-        columns = [str(number) for number in range(1, len(texts) + 1)]
-        shown = table("", "text", *columns, figures=len(texts))
+    if len(names) <= MOST_COLUMNS:
+        columns = [str(number) for number in range(1, len(names) + 1)]
+        shown = table("", kind, *columns, figures=len(names))
         for number, (name, row) in enumerate(zip(names, cosines, strict=True), 1):
             shown.add_row(str(number), name, *(f"{cosine:.2f}" for cosine in row))
         return shown
     np.fill_diagonal(cosines, -np.inf)
-    shown = table("text", "most similar", "cosine", figures=1)
+    shown = table(kind, "most similar", "cosine", figures=1)
     for name, row in zip(names, cosines, strict=True):
         shown.add_row(name, names[row.argmax()], f"{row.max():.2f}")
     return shown

@@ -60,5 +60,5 @@ def load_image(path: str | Path, size: int, preprocessing: PreprocessingConfig =
 def resize_images(images: np.ndarray, size: int, preprocessing: PreprocessingConfig = SQUARE) -> np.ndarray:
     """Resize images as `load_image` does: uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3]."""
     colours = np.broadcast_to(images[..., None], (*images.shape, 3)) if images.ndim == 3 else images
-    resized = [fitted(np.ascontiguousarray(image), size, preprocessing) for image in colours]
+    resized = [fitted(image, size, preprocessing) for image in colours]
     return np.array(resized, np.uint8).reshape(-1, size, size, 3)

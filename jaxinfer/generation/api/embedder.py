@@ -1,18 +1,22 @@
-"""`Embedder`: sentence vectors from an encoder, or from a decoder."""
+"""`Embedder`: vectors of texts from an encoder or a decoder, of images from a vision transformer."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 
 from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
-from jaxinfer.generation.api.loading import load_engine
+from jaxinfer.generation.api.loading import load_engine, load_image_embedder
+from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.text import Prompt
+from jaxinfer.hub import resolve
 from jaxinfer.models.devices import AnyMesh
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.vision.image_files import AnyImage, is_pillow
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sharding import ShardingRules
 
@@ -21,17 +25,20 @@ from jaxinfer.sharding import ShardingRules
 class Embedder(EngineHolder):
     """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
 
+    Or a vision transformer, ready to embed images: by the vector that its head of classes takes, in a backbone without
+    one the class token after the last norm, or SigLIP's pooling.
+
     Args:
       path: a model directory, or what stands for one, as in `LLM`.
       mesh: how to split the model over devices, as in `LLM`.
       dtype: as in `LLM`.
       quantize: as in `LLM`.
       rules: as in `LLM`.
-      max_batch: how many texts can run at once.
+      max_batch: how many texts, or images, can run at once.
       context: how many tokens a text can have; None: the model's own.
       progress: as in `LLM`.
       options: those of `LLM` for a decoder; for an encoder those of `EngineOptions` that `EncoderEngineConfig` has, and
-        `MemoryOptions`.
+        `MemoryOptions`. Of a vision transformer `level` and `kernels` alone; it runs on one device.
 
     Raises as `LLM` does.
     """
@@ -50,8 +57,11 @@ class Embedder(EngineHolder):
         **options: Unpack[ModelOptions],
     ):
         with showing(progress), long_work(f"loading {path}"):
-            loaded = load_engine(
-                path,
+            folder = resolve(path)
+            reads_images = Description.read(folder).kind == "vision_transformer"
+            load = load_image_embedder if reads_images else load_engine
+            loaded = load(
+                folder,
                 owner="Embedder",
                 mesh=mesh,
                 dtype=dtype,
@@ -63,10 +73,29 @@ class Embedder(EngineHolder):
             )
         super().__init__(loaded)
 
-    def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Return the vectors of one or several texts, of length 1: float32 [texts, D].
+    def embed(
+        self, inputs: Prompt | AnyImage | Sequence[Prompt] | Sequence[AnyImage], *, adapter: str | None = None
+    ) -> np.ndarray:
+        """Return the vectors of one or several texts or images, of length 1: float32 [inputs, D].
 
-        Raises ValueError for an invalid text, naming it, before anything runs.
+        Args:
+          inputs: texts or token ids; for a vision transformer images: uint8 [H, W, 3] (RGB) of any size, images of
+            Pillow, or files. They are resized and cropped as the model says, which needs the extra `images`.
+          adapter: a LoRA adapter; for texts alone.
+
+        Raises ValueError for an invalid text, naming it, before anything runs; for an invalid image when it is reached.
         """
-        with self._call() as engine:
-            return embed(engine, texts, size=self.model.transformer.output_width, adapter=adapter)
+        with self._call():
+            if not isinstance(engine := self._loaded.engine, ImageEngine):
+                size = self.model.transformer.output_width
+                return embed(engine, cast("Prompt | Sequence[Prompt]", inputs), size=size, adapter=adapter)
+            if adapter is not None:
+                raise ValueError(f"adapter={adapter!r} is not for a model of images.")
+            return engine.embed(_images(inputs))
+
+
+def _images(inputs: Any) -> Sequence[AnyImage]:
+    """Return a list of images, of one or several."""
+    if isinstance(inputs, str | Path) or is_pillow(inputs) or getattr(inputs, "ndim", 4) == 3:
+        return [inputs]
+    return inputs

@@ -7,6 +7,7 @@ from jaxinfer.compiled import close_at_exit
 from jaxinfer.generation.api.loading import LoadedEngine
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.stats import EngineStats
+from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import LoadedModel
@@ -26,7 +27,8 @@ class EngineHolder(Closeable):
         self._ending = False  # no call may begin
         self._calls: set[_RunningCall] = set()  # those that have not returned
         self._idle = threading.Condition()
-        close_at_exit(loaded.engine, Engine.close)  # a thread that still ran a step could crash the interpreter
+        # A thread that still ran a step could crash the interpreter.
+        close_at_exit(loaded.engine, lambda engine: engine.close())
 
     @property
     def _loaded(self) -> LoadedEngine:
@@ -40,8 +42,13 @@ class EngineHolder(Closeable):
 
     @property
     def engine(self) -> Engine:
-        """The engine, to queue requests one by one (`prepare`, `add`, `step`, `abort`)."""
-        return self._loaded.engine
+        """The engine, to queue requests one by one (`prepare`, `add`, `step`, `abort`).
+
+        Raises ValueError for a model of images, which has no requests.
+        """
+        if isinstance(engine := self._loaded.engine, ImageEngine):
+            raise ValueError(f"This {type(self).__name__} holds a model of images, which has no requests: use `embed`.")
+        return engine
 
     @property
     def model(self) -> LoadedModel:
@@ -119,12 +126,11 @@ class _RunningCall:
         """Whether this thread makes it, as when a signal handler closes what it interrupts."""
         return self._thread == threading.get_ident()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> None:
         with self._holder._idle:
             if self._holder._ending:
                 raise self._holder._end_error()
             self._holder._calls.add(self)
-        return self._holder.engine
 
     def __exit__(self, *_: object) -> None:
         with self._holder._idle:

@@ -123,7 +123,8 @@ class LLM(EngineHolder):
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        with self._call() as engine:
+        with self._call():
+            engine = self.engine
             groups = [request.sequences() for request in self._prepare(prompts, sampling_params)]
             for _ in engine.run(groups):
                 pass
@@ -155,16 +156,16 @@ class LLM(EngineHolder):
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        with self._call() as engine:
-            return beam_search(engine, as_list(prompts), BeamSearchParams() if params is None else params)
+        with self._call():
+            return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Return the mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        with self._call() as engine:
-            return embed(engine, texts, size=self.model.transformer.output_width, adapter=adapter)
+        with self._call():
+            return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)
 
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]

@@ -19,6 +19,7 @@ from jaxinfer.generation.api.build import (
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
+from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.execution.memory import (
     MemoryPlan,
     buffer_bytes,
@@ -30,16 +31,17 @@ from jaxinfer.generation.execution.memory import (
     read_adapter_bytes,
     weight_tenants,
 )
+from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.hub import resolve
-from jaxinfer.models import DecoderConfig
+from jaxinfer.models import DecoderConfig, ViTConfig
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.files.description import Description, require_transformer
 from jaxinfer.models.files.loading import LoadedModel, open_model
 from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
-from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding import MeshFile, ShardingRules
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
 
@@ -49,14 +51,14 @@ class LoadedEngine:
     """An engine and its parts.
 
     Attributes:
-      engine: the engine.
+      engine: the engine; a model of images has a simpler one.
       model: weights and config.
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
-    engine: Engine
+    engine: Engine | ImageEngine
     model: LoadedModel
     tokenizer: Tokenizer | None
     reservation: Reservation
@@ -70,7 +72,7 @@ class LoadedEngine:
     @property
     def streaming(self) -> StreamingStatistics | None:
         """Measurements of bringing layers to the devices; None if all are on the devices."""
-        executor = self.engine.executor
+        executor = None if isinstance(self.engine, ImageEngine) else self.engine.executor
         streams = isinstance(executor, ChainExecutor | EncoderChainExecutor)
         return executor.prefetcher.statistics if streams else None
 
@@ -180,6 +182,51 @@ def load_encoder(
     _reserve(reservation, model, config, tenants, costs)
     engine = build_engine(model, tokenizer, config, costs=costs)
     return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation)
+
+
+def load_image_embedder(
+    path: str | Path,
+    *,
+    owner: str = "Embedder",
+    mesh: AnyMesh = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    rules: ShardingRules | None = None,
+    max_batch: int = 32,
+    context: int | None = None,
+    **options: Unpack[ModelOptions],
+) -> LoadedEngine:
+    """Load a vision transformer. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
+    if max_batch < 1:
+        raise ValueError(f"{owner}.max_batch must be >= 1, got {max_batch}.")
+    mesh = open_mesh(mesh)
+    split_options(options, mesh, owner=owner, others=_names(load_image_embedder))
+    given = {"mesh": build_mesh(mesh, rules)[0], "rules": rules, "context": context} | options
+    if isinstance(mesh, MeshFile):
+        given |= mesh.memory
+    refused = sorted(name for name, value in given.items() if name not in ("level", "kernels") and value is not None)
+    if refused:
+        raise ValueError(
+            f"{owner}.{refused[0]}={given[refused[0]]!r} is not for a model of images, which runs whole on one device; "
+            "leave it out."
+        )
+    level, kernels = check("level", options.get("level", 0), int), check("kernels", options.get("kernels", True), bool)
+    if "kernels" not in options:
+        warn_of_unmeasured_kernels()
+    opened = open_model(resolve(path), dtype=dtype, quantize=quantize)
+    config = opened.config
+    assert isinstance(config, ViTConfig)
+    if not -(config.patches // 2) <= level <= 0:
+        raise ValueError(
+            f"{owner}.level={level} must be in [{-(config.patches // 2)}, 0] for {config.patches} patches."
+        )
+    reservation = Reservation(f"{owner} {opened.name}")
+    tenants = weight_tenants(opened, None)
+    remedy = "use quantize='int4' or a smaller dtype, or close another model"
+    reservation.resize(sizes_of(devices_of(None), tenants), remedy=remedy)
+    model = opened.load()
+    engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels)
+    return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation)
 
 
 def _names(load: Callable[..., LoadedEngine]) -> set[str]:

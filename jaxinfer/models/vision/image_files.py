@@ -1,13 +1,21 @@
 """Images outside of programs: read from files, and resized for a model, with Pillow (the extra `images`)."""
 
+import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxinfer.extras import require_extra
 from jaxinfer.models.config import PreprocessingConfig, Resampling
 from jaxinfer.models.vision.images import resized_shape
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+type AnyImage = np.ndarray | Image.Image | str | Path
+"""Pixels, uint8 [H, W, 3], RGB; an image of Pillow; or a file."""
 
 MAX_PIXELS = 50_000_000
 """Maximum pixels of an image file.
@@ -37,20 +45,44 @@ def read_image(path: str | Path) -> np.ndarray:
                     raise ValueError(
                         f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
                     )
-                upright = ImageOps.exif_transpose(image)
-                if upright.mode[0] in "IF":  # 16 or 32 bits, which `convert` would cut off at 255
-                    upright = Image.fromarray(_upper_bits(np.asarray(upright), path))
-                return np.asarray(upright.convert("RGB"))
+                return _rgb(ImageOps.exif_transpose(image), path)
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file.") from None
         except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
             raise ValueError(f"{path}: not an image that can be read ({error}).") from error
 
 
-def _upper_bits(pixels: np.ndarray, path: str | Path) -> np.ndarray:
+def pixels_of(image: AnyImage) -> np.ndarray:
+    """Return an image's pixels, uint8 [H, W, 3]. Raises ValueError for what is no such image."""
+    if isinstance(image, str | Path):
+        return read_image(image)
+    if is_pillow(image):
+        return _rgb(image, "the image")
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[-1] != 3 or not pixels.size:
+        raise ValueError(f"an image must be uint8 [H, W, 3] (RGB), got {pixels.dtype.name} {list(pixels.shape)}.")
+    return pixels
+
+
+def is_pillow(image: object) -> bool:
+    """Tell whether this is an image of Pillow, without importing it: whoever made one has."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(image, module.Image)
+
+
+def _rgb(image: Any, name: str | Path) -> np.ndarray:
+    """Convert an image of Pillow: uint8 [H, W, 3]. name: what errors call it."""
+    from PIL import Image
+
+    if image.mode[0] in "IF":  # 16 or 32 bits, which `convert` would cut off at 255
+        image = Image.fromarray(_upper_bits(np.asarray(image), name))
+    return np.asarray(image.convert("RGB"))
+
+
+def _upper_bits(pixels: np.ndarray, name: str | Path) -> np.ndarray:
     """Convert 16-bit pixels to uint8."""
     if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
-        raise ValueError(f"{path}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
+        raise ValueError(f"{name}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
     return (pixels >> 8).astype(np.uint8)
 
 
@@ -72,6 +104,6 @@ def fitted(image: np.ndarray, size: int, cfg: PreprocessingConfig) -> np.ndarray
 
         bilinear = cfg.resampling is Resampling.LINEAR
         kernel = Image.Resampling["BILINEAR" if bilinear else cfg.resampling.name]
-        image = np.asarray(Image.fromarray(image).resize((width, height), kernel))
+        image = np.asarray(Image.fromarray(np.ascontiguousarray(image)).resize((width, height), kernel))
     top, left = (height - size) // 2, (width - size) // 2
     return image[top : top + size, left : left + size]

@@ -1,0 +1,72 @@
+"""`embed_images`: a vision transformer's vectors of a batch of images."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.models import ViTConfig, WeightFormat
+from jaxinfer.models.files.loading import LoadedModel
+from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import use_rules
+
+if TYPE_CHECKING:
+    from jaxinfer.models import ViT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedImages(Sizes):
+    """A batch of `batch` images."""
+
+    program = "embed_images"
+    batch: int
+
+
+class _Static(NamedTuple):
+    """Everything the program depends on beside the shapes of its arguments."""
+
+    config: ViTConfig
+    weights: WeightFormat
+    adaptation: TokenAdaptation
+
+
+def _build(static: _Static, sizes: EmbedImages) -> Callable[..., Any]:
+    """Return the function of these sizes: leaves, uint8 [B, size, size, 3] -> float32 [B, feature_width]."""
+
+    def function(leaves: list[jax.Array], images: jax.Array) -> jax.Array:
+        from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
+
+        with use_rules(ShardingRules()):
+            model: ViT = merge_model(static.config, static.weights, leaves)
+            features = model.features(images, static.adaptation).astype(jnp.float32)
+            return features / jnp.linalg.norm(features, axis=-1, keepdims=True)
+
+    return function
+
+
+def spec(model: LoadedModel, level: int) -> ProgramSpec[EmbedImages, Iterable[int]]:
+    """Return the spec, whose buckets are batch sizes.
+
+    Args:
+      model: a vision transformer.
+      level: -r: each layer merges r tokens; 0: none.
+    """
+    config, leaves = model.config, list(model.leaves.values())
+    assert isinstance(config, ViTConfig)
+    merges = MergeSchedule.CONSTANT.merges(-level, config.layers) if level else ()
+
+    def arguments(sizes: EmbedImages) -> tuple[Any, ...]:
+        size = config.image_size
+        return leaves, jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
+
+    return ProgramSpec(
+        sizes=EmbedImages,
+        build=_build,
+        static=_Static(config, model.weights, TokenAdaptation(merges=merges)),
+        arguments=arguments,
+        reachable=lambda sizes: (EmbedImages(batch=size) for size in sizes),
+    )
