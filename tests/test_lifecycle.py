@@ -23,10 +23,9 @@ from jaxinfer.serving.budget import HOST, BudgetError, Reservation, all_budgets,
 from jaxinfer.serving.heap import trim_heap
 from tests.elastic.vits import stripes
 from tests.experts.boards import AnyProfiles, config, image
+from tests.generation.conftest import SMALL, SMALL_BYTES
 
 PATIENCE = 60
-SMALL = {"max_batch": 2, "context": 64}
-CACHE_BYTES = 1 << 20
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -41,10 +40,10 @@ def kinds(model_dir, vit, registered, service_options, board):
         return service
 
     return {
-        LLM: (lambda: LLM(model_dir, cache_bytes=CACHE_BYTES, **SMALL), lambda llm: llm.generate("a", SHORT)),
-        Embedder: (lambda: Embedder(model_dir, **SMALL), lambda embedder: embedder.embed("a")),
+        LLM: (lambda: LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL), lambda llm: llm.generate("a", SHORT)),
+        Embedder: (lambda: Embedder(model_dir, max_batch=2, context=64), lambda embedder: embedder.embed("a")),
         AsyncLLM: (
-            lambda: AsyncLLM(model_dir, cache_bytes=CACHE_BYTES, **SMALL),
+            lambda: AsyncLLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL),
             lambda llm: llm.submit("a", SHORT).result(PATIENCE),
         ),
         System: (
@@ -182,7 +181,7 @@ class Stepping:
 
 @pytest.fixture
 def llm(model_dir):
-    with LLM(model_dir, cache_bytes=CACHE_BYTES, max_decode_passes=1, **SMALL) as llm:
+    with LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL) as llm:
         llm.generate("a", SHORT)
         yield llm
 
@@ -249,7 +248,7 @@ def test_a_signal_closes_what_it_interrupts(llm, monkeypatch):
 
 
 def test_an_error_in_the_block_gives_calls_up(model_dir, monkeypatch):
-    llm = AsyncLLM(model_dir, cache_bytes=CACHE_BYTES, **SMALL)
+    llm = AsyncLLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
     stepping = Stepping(llm.engine, monkeypatch)
     future = llm.submit("a", LONG)
     assert stepping.entered.wait(PATIENCE)
@@ -277,7 +276,7 @@ def test_an_event_loop_that_ends_gives_its_requests_up(kinds):
 AT_EXIT = """
 import sys, threading
 from jaxinfer import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_batch=2, context=64, max_decode_passes=1)
+llm = LLM(sys.argv[1], cache_bytes=int(sys.argv[2]), **eval(sys.argv[3]))
 begun = threading.Event()
 def run():
     while True:
@@ -289,7 +288,7 @@ begun.wait()
 
 
 def test_the_end_of_the_process_stops_a_call(model_dir):
-    command = [sys.executable, "-c", AT_EXIT, model_dir]
+    command = [sys.executable, "-c", AT_EXIT, model_dir, str(SMALL_BYTES), repr(SMALL)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0
     assert "Fatal" not in run.stderr

@@ -284,7 +284,7 @@ for turn in range(10):
     record(costs, 0.5, name="of " + sys.argv[0] + str(turn))
     costs.save()
 """
-    processes = [start_script(body) for _ in range(3)]
+    processes = [start_script(body) for _ in range(2)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
@@ -293,7 +293,7 @@ for turn in range(10):
     for process in processes:
         process.communicate()
         assert process.returncode == 0
-    assert opened().for_sizes("decode").calls == 3 * 10 * 2
+    assert opened().for_sizes("decode").calls == 2 * 10 * 2
 
 
 def test_a_process_killed_while_it_writes_leaves_the_record(folder):

@@ -69,7 +69,7 @@ served.close()
 
 LLM = """
 from jaxinfer import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_batch=1, context=32)
+llm = LLM(sys.argv[1], max_batch=1, token_budget=8, chunk_size=8)
 params = SamplingParams(max_tokens=2)
 llm.generate("a", params)
 request = llm.prepare("a", params)

@@ -465,7 +465,9 @@ def chooses_otherwise(monkeypatch):
     monkeypatch.setattr("jaxinfer.elastic.profiling._choose_schedule", lambda *_: MergeSchedule.DECREASING)
 
 
-@pytest.mark.parametrize("changed", [{}, {"schedule": "decreasing"}, {"merge_levels": (-2,)}])
+@pytest.mark.parametrize(
+    "changed", [{}, pytest.param({"schedule": "decreasing"}, marks=pytest.mark.slow), {"merge_levels": (-2,)}]
+)
 def test_profiling_a_task_leaves_the_others_as_they_were(two_tasks, chooses_otherwise, changed):
     assert two_tasks(**changed).profile("a", stripes(30, seed=4)).version == 2
     check_all_are_served(two_tasks(), "ab")

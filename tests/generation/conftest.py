@@ -5,10 +5,12 @@ from jaxinfer.generation.engine.config import EngineConfig
 from tests.generation import sampled
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
-SMALL_CONFIG = EngineConfig(max_batch=4, context=64, page_size=8, token_budget=32, chunk_size=8, max_decode_passes=4)
+SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
+SMALL_CONFIG = EngineConfig(**SMALL)
 SMALL_PAGES = 14
 TIGHT = {"max_batch": 2, "token_budget": 16, "chunk_size": 16}
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
+SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def test_options(name, tokens):
     check(make_case(3, tokens, kv_heads=2), 1e-5, **OPTIONS[name])
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [2, *(pytest.param(heads, marks=pytest.mark.slow) for heads in (1, 4))])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (8, 1), (4, 3), (2, 64)])
 def test_shapes_and_groups(rows, tokens, kv_heads):
     check(make_case(rows, tokens, kv_heads=kv_heads), 1e-5)

@@ -187,10 +187,10 @@ def test_operations_through_dispatch(seed, fmt, rows, groups, outputs):
     weights = quantize(jnp.asarray(rng.normal(size=(outputs, groups * GROUP)), jnp.float32), fmt)
     plain = {"norm": None, "eps": 1e-5, "activation": None, "gated": False}
     calls = [
-        (small_batch_linear(x, weights, bias), exact(x, weights, bias, None, **plain)),
-        (linear_residual(x, weights, residual, bias), exact(x, weights, bias, residual, **plain)),
+        (jax.jit(small_batch_linear)(x, weights, bias), exact(x, weights, bias, None, **plain)),
+        (jax.jit(linear_residual)(x, weights, residual, bias), exact(x, weights, bias, residual, **plain)),
         (
-            norm_linear(x, scale, None, weights, bias, eps=1e-5),
+            jax.jit(functools.partial(norm_linear, eps=1e-5))(x, scale, None, weights, bias),
             exact(x, weights, bias, None, **{**plain, "norm": Norm(scale, None)}),
         ),
     ]
@@ -264,9 +264,12 @@ CALLS = [  # an int4 model keeps matrices that groups of 128 do not divide, and 
     for fmt in FORMATS
     if fmt != "int4" or (case.inputs % GROUP == 0 and case.outputs % 8 == 0)
 ]
+QUICK = ("gpt-j qkv", "llama-3 8b up, 16 rows", "gpt-2 xl down", "gpt-2 xl head")
 
 
-@pytest.mark.parametrize(("name", "fmt"), CALLS)
+@pytest.mark.parametrize(
+    ("name", "fmt"), [pytest.param(*call, marks=[pytest.mark.slow] * (call[0] not in QUICK)) for call in CALLS]
+)
 def test_lowers_for_cuda(name, fmt):
     """As one kernel, without an XLA matmul."""
     operation, args = calls(fmt, REALISTIC[name])

@@ -287,7 +287,12 @@ REALISTIC = {
 }
 
 
-@pytest.mark.parametrize("name", REALISTIC)
+QUICK = ("gpt-2 xl qkv", "gpt-2 xl down", "gpt-2 out", "llama-3 8b up, 16 rows", "llama-3 8b head", "neox-20b up")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in REALISTIC]
+)
 def test_lowers_for_cuda(name):
     """As one kernel; XLA does nothing but reshapes before and after it."""
     problem = REALISTIC[name]

@@ -135,7 +135,9 @@ def test_int8_at_load(saved):
     assert 0 < difference < 0.2
 
 
-@pytest.mark.parametrize(("quantize", "close"), [("int8", 0.03), ("int4", 0.25), ("fp8", 0.1)])
+@pytest.mark.parametrize(
+    ("quantize", "close"), [("int4", 0.25), ("fp8", 0.1), pytest.param("int8", 0.03, marks=pytest.mark.slow)]
+)
 def test_formats_of_a_model_that_int4_divides(tmp_path, quantize, close):
     """Outputs stay near float's, also divided over devices: groups of inputs stay whole."""
     config = dataclasses.replace(

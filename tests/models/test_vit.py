@@ -211,7 +211,7 @@ def check(config, adaptation, prompts=None):
 @pytest.mark.parametrize(
     ("config", "r", "schedule"),
     [
-        (DEEP, 5, MergeSchedule.CONSTANT),
+        pytest.param(DEEP, 5, MergeSchedule.CONSTANT, marks=pytest.mark.slow),
         pytest.param(MEAN, 13, MergeSchedule.DECREASING, marks=pytest.mark.slow),
         (MEAN, 20, MergeSchedule.CONSTANT),
         (dataclasses.replace(DEEP, layers=3), 20, MergeSchedule.DECREASING),
@@ -255,7 +255,7 @@ def test_level_0_is_the_plain_model():
     np.testing.assert_array_equal(ours(SHALLOW, TokenAdaptation(merges=(0,) * SHALLOW.layers)), plain)
 
 
-@pytest.mark.parametrize("batch", [12, 16])
+@pytest.mark.parametrize("batch", [12, pytest.param(16, marks=pytest.mark.slow)])
 def test_large_batches(batch, monkeypatch):
     """On a CPU a program takes them in parts, here of 8."""
     monkeypatch.setattr(devices, "BYTES_AT_ONCE", 8 * SHALLOW.tokens * SHALLOW.embed * 4)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import SamplingParams
 from jaxinfer.elastic import Service
 from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.programs import LevelPrograms
@@ -21,11 +21,14 @@ from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.policies import Elastic
 from jaxinfer.experts import System
 from jaxinfer.experts.execution.architectures import ArchitecturePrograms
+from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.ticket import RequestTicket
+from jaxinfer.models.files.loading import load_model
 from jaxinfer.serving import ClosedError, OverloadedError, ServingError
 from tests.elastic.vits import stripes
 from tests.experts.boards import AnyProfiles, config, image
+from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 LIMIT = 3
 """Requests that are taken at a time; experts queue as many at each executor."""
@@ -206,12 +209,13 @@ def run(start, faults):
 
 
 def test_language_models(model_dir, faults, monkeypatch):
-    with LLM(model_dir, cache_bytes=1 << 20, max_batch=2, context=64, max_decode_passes=1) as llm:
-        llm.engine.compile_ahead()
-        with monkeypatch.context() as patched:
-            patched.setattr(llm.engine, "close", lambda: None)  # each example has an engine of its own to a caller
-            patched.setattr(llm.engine.executor, "launch", faults.before(llm.engine.executor.launch))
-            run(lambda: Generating(llm.engine), faults)
+    engine = build_engine(load_model(model_dir), None, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine.compile_ahead()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "close", lambda: None)  # each example has an engine of its own to a caller
+        patched.setattr(engine.executor, "launch", faults.before(engine.executor.launch))
+        run(lambda: Generating(engine), faults)
+    engine.close()
 
 
 @pytest.mark.slow

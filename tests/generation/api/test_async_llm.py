@@ -31,10 +31,8 @@ from jaxinfer.models.files.conversion import convert
 from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN
-from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
+from tests.generation.conftest import SMALL, SMALL_BYTES
 
-OPTIONS = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
-CACHE_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TO_FIRST_OUTPUT = 3
@@ -46,7 +44,7 @@ PATIENCE = 120.0
 @pytest.fixture(scope="module")
 def llm(model_dir):
     """The model of every test here, by itself; its programs are compiled once."""
-    llm = LLM(model_dir, cache_bytes=CACHE_BYTES, **OPTIONS)
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
     llm.engine.compile_ahead()
     return llm
 
@@ -963,7 +961,7 @@ print(futures[0].result().outputs[0].finish_reason)
 
 
 def test_the_end_of_the_process_ends_the_thread(llm, model_dir):
-    command = [sys.executable, "-c", SCRIPT, str(model_dir), str(CACHE_BYTES), repr(OPTIONS)]
+    command = [sys.executable, "-c", SCRIPT, str(model_dir), str(SMALL_BYTES), repr(SMALL)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "length\n", "")
 
@@ -991,7 +989,7 @@ print(served.num_requests)
 
 def test_streams_left_half_read_end_in_silence(llm, model_dir):
     """With their event loop, which closes asynchronous generators in any order."""
-    command = [sys.executable, "-c", HALF_READ, str(model_dir), str(CACHE_BYTES), repr(OPTIONS)]
+    command = [sys.executable, "-c", HALF_READ, str(model_dir), str(SMALL_BYTES), repr(SMALL)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")
 

@@ -24,7 +24,7 @@ NAMES = {
 """Golden -> a projection of its last layer, and its outputs."""
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["gpt2_inverse_layers", pytest.param("opt_projected", marks=pytest.mark.slow)])
 def golden(request):
     return request.param, goldens.load(request.param)
 

@@ -20,7 +20,7 @@ from tests.models import goldens
 from tests.tiny import save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-SMALL = {"max_batch": 2, "token_budget": 32, "context": 64}
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory):
 
 
 def _tokens(path, **options):
-    with LLM(path, **SMALL, **options) as llm:
+    with LLM(path, **ONE, **options) as llm:
         outputs = llm.generate(["hello", "what is"], GREEDY)
         chat = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
     return [(output.prompt_token_ids, output.outputs[0].text) for output in [*outputs, chat]]
@@ -96,4 +96,4 @@ def test_a_damaged_model_is_refused(tiny, tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"sha256 of .* differs from manifest\.json"):
-        LLM(file.parent, **SMALL)
+        LLM(file.parent, **ONE)

@@ -133,7 +133,8 @@ def test_two_devices_generate_the_same(model_dir, options):
     assert generate(LLM(model_dir, mesh=MeshConfig(tensor=2), **ONE, **options), params, prompts) == alone
 
 
-@pytest.mark.parametrize("quantize", [pytest.param("int4", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_quantised_rows_are_as_precise_in_parts(model_dir, quantize):
     """Each device rounds its part of a row by its own maximum: other numbers than one device's, no worse ones."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -240,7 +241,8 @@ def deep(tmp_path_factory):
     return path, exact, logprob_errors(alone, exact, ONE_TOKEN, LONG_PROMPTS).mean()
 
 
-@pytest.mark.parametrize("tensor", [3, *(pytest.param(ways, marks=pytest.mark.slow) for ways in (2, 4, 5, 6, 7, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", range(2, 9))
 def test_deep_models_are_as_precise_in_bfloat16(deep, tensor):
     """The residual stream, which all layers add to, is rounded as on one device, whatever the number of devices."""
     path, exact, alone = deep

@@ -71,6 +71,7 @@ def test_logprobs_are_the_same(pair):
     check_logprobs(*pair)
 
 
+@pytest.mark.slow
 def test_log_probabilities_in_bfloat16_are_the_same_numbers(model_dir):
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, prompt_logprobs=0)
     found = []
@@ -166,14 +167,14 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
     assert generate(llm, GREEDY) == want
 
 
-def test_a_device_limit_keeps_some_layers_there(deep):
+@pytest.mark.parametrize(("in_host", "counts"), [(2, (2, 2, 2)), pytest.param(None, (2, 0, 4), marks=pytest.mark.slow)])
+def test_a_device_limit_keeps_some_layers_there(deep, in_host, counts):
     want = generate(LLM(deep, **ONE), GREEDY)
     layer = LLM(deep, weights="disk", **ONE).placement.layer_bytes
-    for host_memory, counts in ((None, (2, 0, 4)), (2 * layer, (2, 2, 2))):
-        llm = limited(deep, 2, weights="disk", host_memory=host_memory)
-        tiers = llm.placement.tiers
-        assert tuple(tiers.count(tier) for tier in ("device", "host", "disk")) == counts
-        assert generate(llm, GREEDY) == want
+    llm = limited(deep, 2, weights="disk", host_memory=in_host and in_host * layer)
+    tiers = llm.placement.tiers
+    assert tuple(tiers.count(tier) for tier in ("device", "host", "disk")) == counts
+    assert generate(llm, GREEDY) == want
 
 
 @pytest.mark.slow
@@ -209,9 +210,9 @@ def test_auto_takes_the_first_that_fits(deep):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_dtype": "int8", "quantize": "int8"},
+        {"dtype": "bfloat16", "kv_dtype": "int8", "quantize": "int8"},
         pytest.param({"quantize": "int4"}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16", "kv_dtype": "int8", "quantize": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "int8", "quantize": "int8"}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "quantize": "fp8"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -256,6 +257,7 @@ def test_on_a_mesh_bfloat16_is_that_of_resident_layers(deep):
     check_logprobs(alone, streamed)
 
 
+@pytest.mark.slow
 def test_what_every_device_has_whole_comes_in_parts(deep):
     whole = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
     llm = LLM(deep, weights="disk", mesh=MeshConfig(tensor=2), rules=whole, **ONE)
@@ -472,7 +474,7 @@ def restart(llm):
     llm.engine.executor.restart()
 
 
-@pytest.mark.parametrize("points", [25, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [10, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,10 +13,10 @@ import jaxinfer.generation.engine as engine_room
 from jaxinfer.generation import LLM
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
+from tests.generation.conftest import SMALL, SMALL_BYTES
 
 PROMPTS = ["a cab had a bad cafe bead", "a cab had a bad cafe face", "deaf", [97, 98, 99] * 9]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, n=2)
-SIZES = {"max_batch": 3, "page_size": 4, "chunk_size": 8, "token_budget": 16, "max_decode_passes": 1}
 ROOM = str(Path(engine_room.__file__).parent)
 
 
@@ -26,7 +26,7 @@ class Interrupt(BaseException):
 
 @pytest.fixture(scope="module")
 def llm(model_dir):
-    return LLM(model_dir, **SIZES)
+    return LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
 
 
 def texts(llm):
@@ -192,7 +192,7 @@ def test_an_interrupted_step_fails_only_the_sequence_whose_results_were_being_wr
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["device", "disk"])
 def test_signals_at_random_times(model_dir, weights):
-    llm, rng = LLM(model_dir, weights=weights, **SIZES), random.Random(1)
+    llm, rng = LLM(model_dir, weights=weights, **SMALL | {"max_decode_passes": 1}), random.Random(1)
     expected = texts(llm)
 
     def interrupt(*_):

@@ -156,7 +156,7 @@ def _common(first, second):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def fill(pool, root, tokens):

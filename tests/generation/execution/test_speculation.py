@@ -99,7 +99,7 @@ def test_the_distribution_is_that_of_the_model(llm, speculating):
     def params(seed, count, **more):
         return SamplingParams(seed=seed, max_tokens=count, temperature=1.0, ignore_eos=True, logit_bias=few, **more)
 
-    runs = 600
+    runs = 300
     # One after the other: steps that take in new prompts propose nothing.
     outputs = [speculating.generate([prompt], params(seed, 4))[0] for seed in range(runs)]
     pairs = [tuple(output.outputs[0].token_ids[:2]) for output in outputs]
