@@ -124,8 +124,7 @@ def test_any_shape(rows, tokens, width, window, int8, seed):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("tokens", "name"), [(1, "plain"), (5, "all")])
 def test_other_rows_and_the_table_change_no_bit(tokens, name, int8):
     case = make_case(3, tokens, kv_heads=2, int8=int8)
     short = jnp.tile(jnp.arange(10, 10 + tokens), (3, 1))
@@ -146,8 +145,7 @@ def test_keys_beyond_the_longest_row_are_not_read():
 
 @pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("tokens", "name"), [(1, "plain"), (5, "all")])
 def test_what_other_requests_left_changes_no_bit(tokens, name, int8, function):
     """NaN and infinity after each row's last token: in its last page, in later pages of its table, in all others. One
     row waits for a longer one, one is padding."""
