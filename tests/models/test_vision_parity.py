@@ -15,7 +15,7 @@ from jaxinfer.cli import app
 from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model
 from jaxinfer.models.config import STRIDES, PreprocessingConfig
-from jaxinfer.models.families import timm_vit, torchvision_resnet, vit, yolov5
+from jaxinfer.models.families import family_of, timm_vit, torchvision_resnet, vit, yolov5
 from jaxinfer.models.families.image_processors import with_preprocessor
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.description import Description
@@ -120,6 +120,45 @@ def test_checkpoints_have_the_published_sizes(name, classes, parameters, statist
     actual = family.config(tensors)
     assert dataclasses.replace(actual, labels=config.labels) == config
     assert len(actual.labels) == classes
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters"),
+    [
+        ({"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]}, 87_338_192),
+        ({"model_type": "dinov2", "image_size": 518}, 86_579_712),  # without the mask's token, of training
+        (
+            {
+                "model_type": "dinov2",
+                "image_size": 518,
+                "hidden_size": 1536,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 24,
+                "use_swiglu_ffn": True,
+            },
+            1_136_479_232,
+        ),
+        ({"model_type": "siglip", "vision_config": {}}, 92_884_224),
+        (
+            {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "image_size": 384,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+            },
+            428_225_600,
+        ),
+    ],
+)
+def test_relatives_have_the_published_sizes(fields, parameters):
+    """DeiT-B with its teacher, DINOv2 B and g, SigLIP B/16 and So400m/14: by the fields of their files."""
+    family, tensors = family_of(fields), {}
+    for source in family.sources(family.config(fields | {"num_labels": 1000})).values():
+        tensors |= dict(zip(source.names, source.shapes, strict=True))
+    assert sum(map(math.prod, tensors.values())) == parameters
 
 
 # Conversion.

@@ -4,11 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import Classifier, TextEncoder, kind_of
-from jaxinfer.models.files.loading import open_model
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.abstract import build_model
+from jaxinfer.models.files.loading import open_model, save_model
 from tests.experts.boards import SIZE, architecture, image
 
 
@@ -45,6 +48,13 @@ def test_options_of_another_kind(board, model_dir):
         kind_of(open_model(board / "e0"), size=(8, 8))
     with pytest.raises(ConfigError, match="a language model cannot be an expert"):
         kind_of(open_model(model_dir))
+
+
+def test_a_backbone_is_no_expert(board, tmp_path):
+    config = dataclasses.replace(open_model(board / "v0").config, labels=())
+    save_model(tmp_path / "backbone", build_model(config, WeightFormat(), rngs=nnx.Rngs(0)), family="dinov2")
+    with pytest.raises(ConfigError, match="has no head of classes, so it gives no verdicts"):
+        kind_of(open_model(tmp_path / "backbone"))
 
 
 def test_experts_with_other_labels_share_their_architecture(board):
