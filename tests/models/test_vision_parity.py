@@ -489,7 +489,7 @@ def test_heads_of_timm(tmp_path):
 
 
 def test_a_vit_s_outputs_are_compared(tmp_path):
-    for name in ("vit_odd", "timm_vit_average"):
+    for name in ("vit_odd", "timm_vit_average", "dinov2_backbone"):
         convert(vision.DIRECTORY / name, tmp_path / name)
         report = compare_outputs(tmp_path / name, _written(tmp_path, **read_expected(vision.DIRECTORY / name)))
         assert report.max_abs_diff < 1e-4

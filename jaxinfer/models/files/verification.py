@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.models.config import DecoderConfig, VisionConfig, YoloConfig
+from jaxinfer.models.config import DecoderConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.conversion import HuggingFaceModel
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import LoadedModel, load_model
@@ -95,7 +95,8 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
         `token_types`: int [B, T], for an encoder, if it has any.
         `logits` [..., V] of a decoder or `hidden` [..., D] of an encoder, for all tokens or only the real ones.
         For an image model `images`, uint8 [B, H, W, 3], and a classifier's `logits` [B, classes] or a detector's
-        `predictions` [B, candidates, 5 + classes], as `Yolo.predictions` has them.
+        `predictions` [B, candidates, 5 + classes], as `Yolo.predictions` has them; of a backbone without classes its
+        `features` [B, D].
     """
     tensors = _read_reference(pathlib.Path(reference))
     model = load_model(path, dtype="float32")
@@ -138,6 +139,8 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
 def _compare_images(model: LoadedModel, tensors: Mapping[str, np.ndarray], reference: str) -> OutputReport:
     """Compare an image model's outputs as `compare_outputs` does."""
     outputs = "predictions" if isinstance(model.config, YoloConfig) else "logits"
+    if isinstance(model.config, ViTConfig) and not model.config.labels:
+        outputs = "features"
     if not {"images", outputs} <= tensors.keys():
         raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs images and {outputs}.")
     expected = tensors[outputs].astype(np.float64)
