@@ -234,7 +234,7 @@ def calls(model, tokens):
     }
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.slow), 4096])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_lowers_for_cuda(model, tokens):
     """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
