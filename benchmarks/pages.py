@@ -47,6 +47,8 @@ CHECKS = {
     "queues_linear": "CPU time of each of 20,000 queued items against each of 2,000, worst of six queues, what "
     "the process held before frozen for the collector (`gc.freeze`, as vLLM does; without that up to 2.1x)",
     "host_ms_256_streams": "host work of a step for 256 streams of 32,000 tokens",
+    "gguf_Q8_0_off_llama_cpp": "GGUF in Q8_0, bits per byte off llama.cpp's",
+    "gguf_Q4_K_off_llama_cpp": "GGUF in Q4_K, bits per byte off llama.cpp's",
     "cap_ratio": "model bytes over the peak of memory, from disk, cap of 1 GiB",
     "disk_of_fio": "read bandwidth from disk, of fio's",
     "disk_cores": "cores that reading and verifying take",
@@ -149,6 +151,18 @@ def quality_section(result: Result) -> list[str]:
     ]
 
 
+def gguf_section(result: Result) -> list[str]:
+    """Write bits per byte of every type in both engines, and the checks."""
+    names = [name for name in result["rows"][0] if name not in ("type", "bytes")]
+    lines = [[row["type"], *(f"{row[name]:.4f}" for name in names)] for row in result["rows"]]
+    return [
+        f"GGUF: bits per byte of the demo model on {result['rows'][0]['bytes'] // 1000} kB of the same text, in files "
+        "quantised by llama.cpp.",
+        table(["type", *names], lines),
+        checks_table(result),
+    ]
+
+
 def streaming_section(result: Result) -> list[str]:
     """Write the checks, and a summary of the rows."""
     return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
@@ -182,12 +196,13 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     **dict.fromkeys(("cpu_decode", *SHAPES), decode_section),
     "engine": engine_section,
     "quality": quality_section,
+    "gguf_quality": gguf_section,
     "streaming": streaming_section,
     "start": start_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
-    "language-models.md": ("cpu_decode", *SHAPES, "engine", "quality"),
+    "language-models.md": ("cpu_decode", *SHAPES, "engine", "quality", "gguf_quality"),
     "larger-than-memory.md": ("streaming",),
     "start.md": ("start",),
 }

@@ -26,22 +26,27 @@ FORMATS: dict[str, dict[str, str]] = {
 OVERLAP = 0.5  # fraction of a window that is only context for the rest
 
 
-def bits(llm: LLM, texts: list[str]) -> float:
-    """Count the bits that the model needs for the texts.
+def windows(llm: LLM, texts: list[str]) -> list[tuple[list[int], int]]:
+    """Cut the texts into windows of a model's context: token ids, and how many of them are context for the rest.
 
     Tokens have at least OVERLAP of a window as context, if it exists.
     """
     assert llm.tokenizer is not None
     window = llm.engine.config.context - 1
     stride = round(window * (1 - OVERLAP))
-    prompts, skipped = [], []
+    cut = []
     separator = llm.model.eos_ids[0]  # as before every document in training
     for text in texts:
         ids = [separator, *llm.tokenizer.encode(text)]
         for start in range(0, max(len(ids) - (window - stride), 1), stride):
-            prompts.append(ids[start : start + window])
-            skipped.append(window - stride if start else 1)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+            cut.append((ids[start : start + window], window - stride if start else 1))
+    return cut
+
+
+def bits(llm: LLM, cut: list[tuple[list[int], int]]) -> float:
+    """Count the bits that the model needs for windows of texts."""
+    prompts, skipped = zip(*cut, strict=True)
+    outputs = llm.generate(list(prompts), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     nats = 0.0
     for output, skip in zip(outputs, skipped, strict=True):
         assert output.prompt_logprobs is not None
@@ -67,7 +72,7 @@ def main() -> None:
     pages: dict[str, int] = {}
     for name, options in FORMATS.items():
         llm = LLM(args.model, max_batch=4, **options)  # type: ignore[arg-type]
-        per_byte[name], pages[name] = bits(llm, texts) / size, llm.memory.page_bytes
+        per_byte[name], pages[name] = bits(llm, windows(llm, texts)) / size, llm.memory.page_bytes
         report.row(name=name, bytes=size, bits_per_byte=round(per_byte[name], 4), page_bytes=pages[name])
         print(f"{name:10} {per_byte[name]:.4f} bits/byte, {pages[name]} bytes in a page of the cache")
     report.check("bits_per_byte_vs_xz", per_byte["float32"] / xz, "of xz -9", target=1.0, better="lower")

@@ -42,8 +42,8 @@ class Context:
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self.memory = llama_cpp.llama_get_memory(self.context)
 
-    def run(self, entries):
-        """Decode entries of (token, position, sequence, wants logits); return the greedy tokens of the last kind."""
+    def decode(self, entries):
+        """Decode entries of (token, position, sequence, wants logits)."""
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, logits) in enumerate(entries):
@@ -51,6 +51,10 @@ class Context:
             batch.seq_id[i][0] = sequence
         if code := llama_cpp.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode failed with {code}.")
+
+    def run(self, entries):
+        """Decode entries, and return the greedy tokens of those that want logits."""
+        self.decode(entries)
         rows = [i for i, entry in enumerate(entries) if entry[3]]
         return [
             int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (self.vocab,)).argmax())

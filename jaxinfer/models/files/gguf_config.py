@@ -182,7 +182,7 @@ class _Keys:
 def _gemma3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Gemma 3 that others have not, or have otherwise.
 
-    llama.cpp knows the 27B model, whose scores alone are not divided by the root of the width of a head, by its layers.
+    llama.cpp knows the 27B model by its layers; its scores alone are not divided by the root of the width of a head.
     """
     large = fields["num_hidden_layers"] == 62
     return {
