@@ -22,8 +22,11 @@ ALIGNMENT = 32  # bytes, unless the metadata says otherwise
 
 _Type = gguf.GGMLQuantizationType
 _FLOATS = {_Type.F32: np.dtype("float32"), _Type.F16: np.dtype("float16"), _Type.BF16: np.dtype(ml_dtypes.bfloat16)}
-TYPES = (*_FLOATS, _Type.Q8_0, _Type.Q4_0, _Type.Q4_K, _Type.Q6_K)
-"""The types of tensors that are read."""
+TYPES = (
+    *(*_FLOATS, _Type.Q8_0, _Type.Q4_0, _Type.Q4_1, _Type.Q5_0, _Type.Q5_1),
+    *(_Type.Q2_K, _Type.Q3_K, _Type.Q4_K, _Type.Q5_K, _Type.Q6_K),
+)
+"""The types of tensors that are read. llama.cpp stores in Q5_0 or Q5_1 what Q4_K or Q5_K does not divide."""
 
 _SCALARS = {
     gguf.GGUFValueType.UINT8: "<u1",

@@ -14,7 +14,7 @@ import tokenizers
 
 from jaxinfer import LLM, SamplingParams, checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.gguf_file import GgufFile
+from jaxinfer.checkpoints.gguf_file import TYPES, GgufFile
 from jaxinfer.generation.chat_template import ChatTemplates
 from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
@@ -70,6 +70,35 @@ def test_metadata_and_values_are_those_of_the_gguf_package(files, name):
 def test_all_types_are_tested(files):
     types = {tensor.type for name in MODELS for tensor in GgufFile(files / name).tensors.values()}
     assert {type_.name for type_ in types} == {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"}
+    assert types | OTHER_TYPES == set(TYPES)
+
+
+OTHER_TYPES = {gguf.GGMLQuantizationType[name] for name in ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K")}
+"""Types of which no model is among the goldens."""
+
+
+def written(file: pathlib.Path, tensors: dict[gguf.GGMLQuantizationType, np.ndarray]) -> pathlib.Path:
+    """Write a file of tensors with the names of their types."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for type_, values in tensors.items():
+        writer.add_tensor(type_.name, values, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_values_of_other_types_are_those_of_the_gguf_package(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = {type_: gguf.GGML_QUANT_SIZES[type_] for type_ in sorted(OTHER_TYPES)}
+    stored = {type_: rng.integers(0, 64, (3, 512 // values * size), "u1") for type_, (values, size) in sizes.items()}
+    file = GgufFile(written(tmp_path / "model.gguf", stored))
+    for type_, content in stored.items():
+        expected = gguf.dequantize(content, type_)
+        assert expected.shape == (3, 512)
+        assert len(np.unique(expected)) > 100
+        np.testing.assert_array_equal(file.read(type_.name), expected, strict=True)
 
 
 def tokenizer(files: pathlib.Path, name: str) -> tokenizers.Tokenizer:
@@ -199,18 +228,11 @@ def test_what_is_not_implemented_is_refused_by_name(files, tmp_path, changes, me
 
 
 def test_other_types_are_refused_by_name(tmp_path):
-    types = gguf.GGMLQuantizationType
-    values = gguf.quantize(np.ones((24, 32), "f4"), types.Q5_0)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", values, raw_dtype=types.Q5_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    file = written(tmp_path / "model.gguf", {gguf.GGMLQuantizationType.IQ4_NL: np.ones((24, 18), "u1")})
     refuses(
-        tmp_path / "model.gguf",
-        "blk.0.ffn_up.weight is stored as Q5_0, which is not implemented; take a file in F32, F16, BF16, Q8_0, Q4_0, "
-        "Q4_K, Q6_K",
+        file,
+        "IQ4_NL is stored as IQ4_NL, which is not implemented; take a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, "
+        "Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K",
     )
 
 
