@@ -64,6 +64,15 @@ def _refuses(hf, out, message, **options):
     assert not out.exists()
 
 
+def test_a_tied_model_has_no_other_head(hf, out):
+    _edit(hf / "config.json", tie_word_embeddings=True)
+    _refuses(hf, out, "lm_head.weight is not model.embed_tokens.weight, although tie_word_embeddings is true; set it")
+    tensors = load_file(hf / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, hf / "model.safetensors")
+    assert convert(hf, out).config.tied
+
+
 @pytest.mark.parametrize("name", ["llama_llama3", "gpt2_awkward", "bert_awkward"])
 def test_leaves_are_those_of_the_mapping(name, out):
     seen = []

@@ -20,6 +20,7 @@ from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_fil
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, TensorInfo, read_json
 from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.models.config import (
+    DecoderConfig,
     EncoderConfig,
     ModelConfig,
     Pooling,
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 GENERATION, POOLING, LABELS = "generation_config.json", f"1_Pooling/{CONFIG}", "labels.txt"
 SOURCE = "source.json"
 """In a model directory that was converted from a repository of the hub: which, and which commit of it."""
+_HEADS = ("lm_head.weight", "embed_out.weight")
 BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
 
@@ -99,6 +101,7 @@ class HuggingFaceModel:
             name for name in self._tensors.shapes if re.fullmatch(family.left_out, family.plain_name(name))
         )
         self.dtype = _main_dtype(self._tensors.tensors, self._plan)
+        self._heads = tuple(name for name in self._tensors.shapes if family.plain_name(name) in _HEADS)
 
     def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
         """Return the family and the model, by the fields of `config.json`, and by the tensors where it says little."""
@@ -114,6 +117,21 @@ class HuggingFaceModel:
         if not isinstance(config, YoloConfig) or name is None:
             return config
         return yolov5.with_anchors(config, self._tensors.read(name))
+
+    def check_tied_head(self) -> None:
+        """Raise CheckpointError for a model whose head is the embedding table, but whose checkpoint has another.
+
+        Most tied checkpoints have no head; some have the table a second time.
+        """
+        if not isinstance(self.config, DecoderConfig) or not self.config.tied:
+            return
+        (table,) = self._plan["embed.table"].names
+        for name in self._heads:
+            if not np.array_equal(self._tensors.read(name), self._tensors.read(table)):
+                raise CheckpointError(
+                    f"{self.path}: {name} is not {table}, although tie_word_embeddings is true; set it to false in "
+                    f"{CONFIG} if the head is the model's, or remove the tensor."
+                )
 
     @property
     def leaf_names(self) -> tuple[str, ...]:
@@ -188,7 +206,7 @@ def convert(
 ) -> Description:
     """Write the model in `hf_dir` as a model directory.
 
-    Everything is checked before the first tensor is read, and nothing appears at `out_dir` until all is written. A
+    Everything is checked before the first tensor is converted, and nothing appears at `out_dir` until all is written. A
     model of any size needs host memory for only a few leaves at a time.
 
     Args:
@@ -221,6 +239,7 @@ def convert(
     total = sum(leaf.bytes for leaf in leaves.values())
     writer.check_size(total)
     _check_disk(writer.path, total)
+    model.check_tied_head()
     with writer, showing(progress), long_work("converting", total=total, in_bytes=True) as work:
         for name, content in files.items():
             writer.add_file(name, content)
