@@ -10,7 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+
+INTERVAL = 0.2
+"""Seconds between looks for a signal: one that comes just before a thread waits for a lock does not end its wait."""
 
 
 class _Calls:
@@ -49,10 +52,16 @@ def start[Result](call: Callable[[], Result]) -> Future[Result]:
 def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
     """Return the results of started calls. If the caller is interrupted, the calls go on by themselves."""
     try:
-        return [future.result() for future in futures]
+        return [_result(future) for future in futures]
     except BaseException as error:
         _calls.left |= not isinstance(error, Exception)
         raise
+
+
+def _result[Result](future: Future[Result]) -> Result:
+    while not future.done():
+        wait([future], INTERVAL)
+    return future.result()
 
 
 def interruptible[Result](call: Callable[[], Result]) -> Result:

@@ -69,6 +69,11 @@ def interrupted(script, *args, slow="0.01", env=None):
             process.kill()
 
 
+def interrupt_unnoticed():
+    """Send SIGINT to this thread: as if it had come just before the main thread's wait, it ends no wait."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
 def test_a_call_goes_on_without_its_caller(monkeypatch):
     go_on, ended = threading.Event(), threading.Event()
 
@@ -77,7 +82,7 @@ def test_a_call_goes_on_without_its_caller(monkeypatch):
         ended.set()
         return 5
 
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.1, interrupt_unnoticed)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         interruptible(call)
