@@ -95,7 +95,7 @@ def check_exchanges(llm, tensor):
 def test_speculation(name, model, monkeypatch):
     """The greedy tokens without it; a bias makes the model repeat itself, so that suggested tokens are right."""
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})  # it pays
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={5: 6.0})
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={5: 12.0})
     prompts = [[3, 1, 4, *[5] * 6]]
     alone = generate(LLM(model, max_decode_passes=1, **ONE), params, prompts)
     monkeypatch.setattr("jaxinfer.generation.api.build.open_costs", lambda *key: costs)
