@@ -29,6 +29,8 @@ Result = dict[str, Any]
 """The content written by `Report.save`."""
 
 CHECKS = {
+    "held_out_same_tokens": "models with transformers' tokens",
+    "held_out_error": "largest difference of a log probability",
     "decode_fp32_b1_vs_best_peer": "float32 decode, batch 1, against the best peer",
     "decode_fp32_b1_vs_hf": "float32 decode, batch 1, against transformers",
     "decode_fp32_b8_vs_best_peer": "float32 decode, batch 8, against the best peer",
@@ -179,6 +181,17 @@ def start_section(result: Result) -> list[str]:
     ]
 
 
+def held_out_section(result: Result) -> list[str]:
+    """Write how many models of each family have transformers' tokens, and the checks."""
+    lines = [[row["family"], f"{row['same']} of {row['models']}", f"{row['error']:.0e}"] for row in result["rows"]]
+    return [
+        "Random models that no test has, 64 greedy tokens after prompts of 1, 13 and 30, float32: those with all tokens "
+        "as transformers has them, and the largest difference of a log probability.",
+        table(["`model_type`", "same tokens", "nats"], lines),
+        checks_table(result),
+    ]
+
+
 def checks_table(result: Result) -> str:
     """Write every check with a name here, its target, and whether it was met."""
     checks = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
@@ -197,6 +210,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "engine": engine_section,
     "quality": quality_section,
     "gguf_quality": gguf_section,
+    "held_out": held_out_section,
     "streaming": streaming_section,
     "start": start_section,
 }
@@ -205,6 +219,7 @@ PAGES = {
     "language-models.md": ("cpu_decode", *SHAPES, "engine", "quality", "gguf_quality"),
     "larger-than-memory.md": ("streaming",),
     "start.md": ("start",),
+    "families.md": ("held_out",),
 }
 """The sections of each page."""
 

@@ -1,0 +1,251 @@
+"""Random models of families, and their greedy tokens by transformers: `make_held_out.py OUT FAMILY:SEED...`.
+
+Prints the version, then each model when it is there: a folder FAMILY:SEED, as `save_pretrained` writes it (odd seeds
+with a config as transformers 4 wrote it), and in it `greedy.json`: prompts, the tokens after them, and the log
+probability of every token. A frequency penalty keeps random models from repeating a token for ever.
+"""
+# Runs in the peers' environment, whose packages ours lacks.
+# pyright: reportMissingImports=false
+
+import json
+import pathlib
+import random
+import sys
+
+import torch
+import transformers
+
+NEW_TOKENS, PENALTY, PROMPTS = 64, 2.0, (1, 13, 30)
+SEES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SEES |= {"image_size": 28, "patch_size": 14}
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+class Draw(random.Random):
+    """What families' configs are made of."""
+
+    def coin(self):
+        return self.random() < 0.5
+
+    def flags(self, *names):
+        return {name: self.coin() for name in names}
+
+    def act(self):
+        return {"hidden_act": self.choice(ACTIVATIONS)}
+
+    def sizes(self, layers=(3, 4)):
+        heads, kv_heads = self.choice([(4, 2), (6, 3), (6, 2), (8, 8), (5, 1), (8, 2)])
+        return {
+            "vocab_size": self.choice([97, 131, 200]),
+            "hidden_size": heads * self.choice([8, 10, 12, 16]),
+            "intermediate_size": self.choice([56, 72, 100]),
+            "num_hidden_layers": self.choice(layers),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 256,
+        }
+
+    def rope(self, **more):
+        kind = self.choice(["default", "linear", "llama3", "yarn"])
+        rope = {"rope_type": kind, "rope_theta": self.choice([1e4, 5e5]), **more}
+        if kind != "default":
+            rope["factor"] = self.choice([2.0, 4.0])
+        if kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = 64
+        return {"rope_parameters": rope}
+
+    def partial(self, head_dim):
+        return self.rope(partial_rotary_factor=self.choice([4, 6]) / head_dim + 1e-6)
+
+    def longrope(self, pairs, original):
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+        rope |= {"short_factor": [1 + 0.1 * self.random() for _ in range(pairs)]}
+        rope |= {"long_factor": [1 + 3 * self.random() for _ in range(pairs)]}
+        return {"rope_parameters": rope | {"original_max_position_embeddings": original}}
+
+
+def llama(draw):
+    return draw.sizes() | draw.rope() | draw.flags("attention_bias", "mlp_bias", "tie_word_embeddings")
+
+
+def mistral(draw):
+    return draw.sizes() | draw.rope() | {"sliding_window": draw.choice([None, 9])}
+
+
+def mistral3(draw):
+    text = mistral(draw) | {"model_type": "mistral", "head_dim": draw.choice([8, 12])}
+    return {"text_config": text, "vision_config": SEES | {"model_type": "pixtral", "head_dim": 8}}
+
+
+def qwen2(draw):
+    return draw.sizes() | draw.rope() | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+
+
+def qwen3(draw):
+    return qwen2(draw) | draw.flags("attention_bias") | {"head_dim": 12}
+
+
+def gemma2(draw):
+    return draw.sizes() | {"head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 20}
+
+
+def gemma3_text(draw):
+    rope = {"sliding_attention": LOCAL, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}
+    fields = draw.sizes(layers=(7,)) | draw.flags("attention_bias") | {"head_dim": draw.choice([8, 16])}
+    fields |= {"sliding_window": draw.choice([6, 20]), "query_pre_attn_scalar": draw.choice([8, 24])}
+    return fields | {"rope_parameters": rope}
+
+
+def gemma3(draw):
+    text = gemma3_text(draw) | {"model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1}
+    return {"text_config": text, "vision_config": SEES, "mm_tokens_per_image": 4}
+
+
+def olmo2(draw):
+    return draw.sizes() | draw.rope() | draw.act() | draw.flags("attention_bias", "tie_word_embeddings")
+
+
+def olmo3(draw):
+    full = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"sliding_attention": LOCAL | {"rope_theta": 5e5}, "full_attention": full}
+    return olmo2(draw) | {"sliding_window": draw.choice([6, 20]), "num_hidden_layers": 5, "rope_parameters": rope}
+
+
+def granite(draw):
+    factors = {"embedding_multiplier": draw.choice([1.0, 6.0]), "logits_scaling": draw.choice([1.0, 4.0])}
+    return llama(draw) | factors | {"residual_multiplier": 0.4, "attention_multiplier": 0.2}
+
+
+def smollm3(draw):
+    return llama(draw) | {"num_hidden_layers": 5, "no_rope_layer_interval": draw.choice([2, 4])}
+
+
+def cohere(draw):
+    fields = draw.sizes() | draw.rope() | {"logit_scale": draw.choice([0.0625, 0.5])}
+    return fields | draw.flags("use_qk_norm", "attention_bias", "tie_word_embeddings")
+
+
+def cohere2(draw):
+    fields = draw.sizes(layers=(5,)) | draw.rope() | {"logit_scale": draw.choice([0.0625, 0.5])}
+    return fields | draw.flags("attention_bias", "tie_word_embeddings") | {"sliding_window": draw.choice([6, 20])}
+
+
+def phi(draw):
+    fields = draw.sizes() | draw.act() | draw.flags("qk_layernorm")
+    return fields | draw.partial(fields["hidden_size"] // fields["num_attention_heads"])
+
+
+def phi3(draw):
+    fields = draw.sizes() | draw.flags("tie_word_embeddings") | {"sliding_window": draw.choice([None, 9])}
+    original = draw.choice([8, 256])  # all prompts are longer, or all texts shorter
+    fields |= {"hidden_size": 16 * fields["num_attention_heads"], "original_max_position_embeddings": original}
+    return fields | draw.longrope(6, original)
+
+
+def stablelm(draw):
+    fields = draw.sizes() | draw.act()
+    fields |= draw.flags("qk_layernorm", "use_parallel_residual", "use_qkv_bias", "tie_word_embeddings")
+    return fields | draw.partial(fields["hidden_size"] // fields["num_attention_heads"])
+
+
+def starcoder2(draw):
+    fields = draw.sizes() | draw.rope() | draw.act() | draw.flags("use_bias", "tie_word_embeddings")
+    return fields | {"sliding_window": draw.choice([None, 7, 20]), "norm_epsilon": draw.choice([1e-5, 1e-3])}
+
+
+def glm(draw):
+    head_dim = draw.choice([8, 12, 20])
+    fields = draw.sizes() | draw.act() | draw.flags("attention_bias", "tie_word_embeddings")
+    return fields | draw.partial(head_dim) | {"head_dim": head_dim}
+
+
+def glm4(draw):
+    return glm(draw)
+
+
+def falcon(draw):
+    fields = draw.sizes() | draw.rope() | draw.flags("bias", "tie_word_embeddings") | {"layer_norm_epsilon": 1e-4}
+    kv_heads, kind = fields.pop("num_key_value_heads"), draw.choice(["two norms", "one norm", "multi-query", "plain"])
+    del fields["intermediate_size"]
+    if kind in ("two norms", "one norm"):
+        norms = {"num_ln_in_parallel_attn": 1} if kind == "one norm" else {}
+        return fields | {"new_decoder_architecture": True, "num_kv_heads": kv_heads} | norms
+    return fields | {"multi_query": kind == "multi-query"} | draw.flags("parallel_attn")
+
+
+def as_transformers_4(config):
+    """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
+    for fields in (config, config.get("text_config") or {}):
+        rope = fields.get("rope_parameters")
+        if rope and "rope_type" in rope:
+            del fields["rope_parameters"]
+            fields["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+            if "partial_rotary_factor" in rope:
+                fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+            fields["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return config
+
+
+def randomise(model):
+    """Weights large enough that a wrong one shows."""
+    adds_one = model.config.model_type.startswith("gemma")  # norms multiply by 1 + weight
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.randn(parameter.shape)
+        if parameter.ndim >= 2:
+            values *= 1.5 / parameter.shape[-1] ** 0.5
+        elif name.endswith("bias") or adds_one:
+            values *= 0.3
+        else:
+            values = 1 + 0.3 * values
+        parameter.data = values
+    model.tie_weights()
+
+
+@torch.no_grad()
+def continued(model, prompt, vocab):
+    """A prompt [1, T] with its greedy tokens, and the log probability of each token but the first."""
+    ids, step, cache, counts = prompt, prompt, None, torch.zeros(vocab)
+    for _ in range(NEW_TOKENS):
+        out = model(input_ids=step, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        token = (out.logits[0, -1] - PENALTY * counts).argmax()
+        counts[token] += 1
+        step = token[None, None]
+        ids = torch.cat((ids, step), 1)
+    logprobs = model(input_ids=ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    told = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return {"prompt": prompt[0].tolist(), "tokens": ids[0, prompt.shape[1] :].tolist(), "logprobs": told}
+
+
+def make(out, family, seed):
+    draw = Draw(f"{family}{seed}")
+    torch.manual_seed(seed + 1000)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.CONFIG_MAPPING[family](**globals()[family](draw), **ids)
+    kind = "AutoModelForImageTextToText" if hasattr(config, "text_config") else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").eval()
+    randomise(model)
+    vocab = config.get_text_config().vocab_size
+    lengths = [n for n in PROMPTS if n > 8] if family == "phi3" else PROMPTS
+    rows = [continued(model, torch.randint(0, vocab, (1, n)), vocab) for n in lengths]
+    folder = out / f"{family}:{seed}"
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if seed % 2:
+        file = folder / "config.json"
+        file.write_text(json.dumps(as_transformers_4(json.loads(file.read_text()))))
+    (folder / "greedy.json").write_text(json.dumps(rows))
+    print(folder.name, flush=True)
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    print(f"transformers {transformers.__version__}", flush=True)
+    for item in sys.argv[2:]:
+        name, number = item.split(":")
+        make(pathlib.Path(sys.argv[1]), name, int(number))
