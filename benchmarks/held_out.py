@@ -41,7 +41,7 @@ def compare(folder: Path, work: Path) -> tuple[bool, float]:
         )
     same = all(list(output.outputs[0].token_ids) == row["tokens"] for output, row in zip(outputs, rows, strict=True))
     errors = [
-        np.array([token.logprob for token in output.prompt_logprobs[1:]]) - row["logprobs"]
+        np.array([token.logprob for token in (output.prompt_logprobs or [])[1:]]) - row["logprobs"]
         for output, row in zip(scored, rows, strict=True)
     ]
     return same, float(np.abs(np.concatenate(errors)).max())

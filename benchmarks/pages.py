@@ -185,8 +185,8 @@ def held_out_section(result: Result) -> list[str]:
     """Write how many models of each family have transformers' tokens, and the checks."""
     lines = [[row["family"], f"{row['same']} of {row['models']}", f"{row['error']:.0e}"] for row in result["rows"]]
     return [
-        "Random models that no test has, 64 greedy tokens after prompts of 1, 13 and 30, float32: those with all tokens "
-        "as transformers has them, and the largest difference of a log probability.",
+        "Random models that no test has, 64 greedy tokens after prompts of 1, 13 and 30, float32: those with all of "
+        "transformers' tokens, and the largest difference of a log probability.",
         table(["`model_type`", "same tokens", "nats"], lines),
         checks_table(result),
     ]
