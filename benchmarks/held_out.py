@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,13 @@ def compare(folder: Path, work: Path) -> tuple[bool, float]:
     rows = json.loads((folder / "greedy.json").read_text())
     convert(folder, work / folder.name)
     greedy = SamplingParams(temperature=0, max_tokens=len(rows[0]["tokens"]), ignore_eos=True, frequency_penalty=2.0)
-    options = {"max_batch": 1, "token_budget": 16, "chunk_size": 16, "max_decode_passes": 4, "context": 128}
+    options: dict[str, Any] = {
+        "max_batch": 1,
+        "token_budget": 16,
+        "chunk_size": 16,
+        "max_decode_passes": 4,
+        "context": 128,
+    }
     with LLM(work / folder.name, **options) as llm:
         outputs = llm.generate([row["prompt"] for row in rows], greedy)
         scored = llm.generate(
@@ -41,7 +48,7 @@ def compare(folder: Path, work: Path) -> tuple[bool, float]:
         )
     same = all(list(output.outputs[0].token_ids) == row["tokens"] for output, row in zip(outputs, rows, strict=True))
     errors = [
-        np.array([token.logprob for token in (output.prompt_logprobs or [])[1:]]) - row["logprobs"]
+        np.array([token.logprob for token in output.prompt_logprobs or () if token]) - row["logprobs"]
         for output, row in zip(scored, rows, strict=True)
     ]
     return same, float(np.abs(np.concatenate(errors)).max())
