@@ -173,6 +173,9 @@ class PositionsConfig:
         return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, longer=longer))
 
 
+NO_POSITIONS = PositionsConfig(kind=PositionKind.NONE)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Sizes and options of attention, grouped-query throughout."""

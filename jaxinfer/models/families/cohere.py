@@ -8,14 +8,7 @@ import numpy as np
 from jaxinfer.models.config import BlockKind, DecoderConfig, NormConfig, NormKind, QKNormScope
 from jaxinfer.models.families import llama
 from jaxinfer.models.families.fields import Fields
-from jaxinfer.models.families.mapping import (
-    Source,
-    by_kv_head_from_pairs,
-    constant,
-    linear,
-    pairs_to_halves,
-    qkv_rows,
-)
+from jaxinfer.models.families.mapping import Source, constant, pairs_to_halves
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -39,17 +32,10 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
     """Return the tensors of Command R and Command R7B."""
-    attention, dim = config.attention, config.positions.rotary_dim
-    sources = llama.sources(config) | constant("final_norm.bias", 0.0, config.embed)
+    attention = config.attention
+    sources = llama.sources(config, rotates_pairs=True) | constant("final_norm.bias", 0.0, config.embed)
     for layer in (f"layers.{i}" for i in range(config.layers)):
-        sources |= constant(f"{layer}.attention_norm.bias", 0.0, config.embed) | linear(
-            f"{layer}.attention.qkv",
-            tuple(f"{layer}.self_attn.{part}_proj" for part in "qkv"),
-            qkv_rows(attention),
-            config.embed,
-            bias=attention.qkv_bias,
-            combine=by_kv_head_from_pairs(attention, dim),
-        )
+        sources |= constant(f"{layer}.attention_norm.bias", 0.0, config.embed)
         if attention.qk_norm:
             for name, heads in (("q_norm", attention.q_heads), ("k_norm", attention.kv_heads)):
                 sources |= _head_norms(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", heads, config)

@@ -3,19 +3,18 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfer.models.config import DecoderConfig, PositionKind, PositionsConfig
+from jaxinfer.models.config import NO_POSITIONS, DecoderConfig
 from jaxinfer.models.families import cohere, llama
-from jaxinfer.models.families.fields import FULL, SLIDING, Fields
+from jaxinfer.models.families.fields import Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields({"sliding_window": 4096} | dict(hf))
     config = cohere.base_config(hf)
-    full_every = fields.integer("sliding_window_pattern", default=4)
-    default = [SLIDING if (i + 1) % full_every else FULL for i in range(config.layers)]
+    default = fields.every_nth_full(config.layers, "sliding_window_pattern", default=4)
     windows = fields.windows(fields.optional(int, "sliding_window"), default)
-    none = PositionsConfig(kind=PositionKind.NONE)  # as transformers: only layers with a window rotate
-    positions = tuple(none if window is None else config.positions for window in windows)
+    # As transformers: only layers with a window rotate.
+    positions = tuple(NO_POSITIONS if window is None else config.positions for window in windows)
     return llama.with_attention(dataclasses.replace(config, layer_positions=positions), windows=windows)
 
 

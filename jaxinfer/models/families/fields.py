@@ -157,6 +157,11 @@ class Fields:
             refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {FULL}, {SLIDING}.")
         return kinds
 
+    def every_nth_full(self, layers: int, *names: str, default: int) -> list[str]:
+        """Return kinds of attention of which every n-th is full and the others have a window; n by a field."""
+        n = self.integer(*names, default=default)
+        return [SLIDING if (i + 1) % n else FULL for i in range(layers)]
+
     def per_layer(self, name: str, layers: int) -> list[Any] | None:
         """Return a list with an entry for each layer, or None."""
         values = self.optional(list, name)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import gemma2, llama
-from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
+from jaxinfer.models.families.fields import FULL, Fields, cycle
 from jaxinfer.models.families.mapping import Source, norm
 
 _DEFAULTS = {  # the published configs leave out what is so
@@ -35,8 +35,8 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
         sliding_names=("rope_local_base_freq",),
     )
     base = gemma2.base_config(hf | {"rope_parameters": None, "rope_scaling": None})
-    full_every = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    default = [SLIDING if (i + 1) % full_every else FULL for i in range(base.layers)]
+    pattern = ("sliding_window_pattern", "_sliding_window_pattern")
+    default = fields.every_nth_full(base.layers, *pattern, default=6)
     base = dataclasses.replace(
         base,
         positions=positions[FULL],

@@ -18,6 +18,7 @@ from jaxinfer.models.families.mapping import (
     Source,
     alternate,
     by_kv_head,
+    by_kv_head_from_pairs,
     linear,
     norm,
     only,
@@ -65,10 +66,14 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
     return with_attention(dataclasses.replace(base, mlp=mlp), qkv_bias=bias, out_bias=bias)
 
 
-def sources(config: DecoderConfig) -> dict[str, Source]:
-    """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out."""
+def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, Source]:
+    """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out.
+
+    rotates_pairs: whether rotated features of a head lie in pairs (2i, 2i + 1), as in Command R.
+    """
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     shifted = config.norm.kind is NormKind.LAYER
+    join = by_kv_head_from_pairs(attention, config.positions.rotary_dim) if rotates_pairs else by_kv_head(attention)
     sources = table("embed.table", "embed_tokens.weight", config.vocab, embed)
     sources |= norm("final_norm", "norm", embed, bias=shifted)
     if not config.tied:
@@ -86,7 +91,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
                 qkv_rows(attention),
                 embed,
                 bias=attention.qkv_bias,
-                combine=by_kv_head(attention),
+                combine=join,
             )
             | linear(
                 f"{layer}.attention.out",

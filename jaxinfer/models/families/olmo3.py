@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import llama, olmo2
-from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
+from jaxinfer.models.families.fields import FULL, Fields, cycle
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -15,7 +15,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     positions = fields.rotary_by_layer_type(
         config.attention.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
     )
-    default = [SLIDING if (i + 1) % 4 else FULL for i in range(config.layers)]
+    default = fields.every_nth_full(config.layers, default=4)
     config = dataclasses.replace(
         config,
         positions=positions[FULL],

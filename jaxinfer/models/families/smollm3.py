@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfer.models.config import DecoderConfig, PositionKind, PositionsConfig
+from jaxinfer.models.config import NO_POSITIONS, DecoderConfig
 from jaxinfer.models.families import llama
 from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
 
@@ -16,10 +16,11 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     interval = fields.integer("no_rope_layer_interval", default=4)
     rotary = fields.per_layer("no_rope_layers", config.layers)  # 0 where there are none
     rotary = rotary or [(i + 1) % interval for i in range(config.layers)]
-    none = PositionsConfig(kind=PositionKind.NONE)
     window = fields.optional(int, "sliding_window") if fields.flag("use_sliding_window", default=False) else None
     default = [FULL if has or window is None else SLIDING for has in rotary]
-    config = dataclasses.replace(config, layer_positions=cycle([config.positions if has else none for has in rotary]))
+    config = dataclasses.replace(
+        config, layer_positions=cycle([config.positions if has else NO_POSITIONS for has in rotary])
+    )
     return llama.with_attention(config, windows=fields.windows(window, default))
 
 

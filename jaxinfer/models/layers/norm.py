@@ -41,19 +41,19 @@ def normalize_heads(
       heads: how many query heads and key heads all devices have without padding. If keys are copied, all copies.
     Returns: as parts.
     """
+    if scope is QKNormScope.HEAD:
+        return [norm(part) for norm, part in zip(norms, parts, strict=True)]
     exact = [x.astype(jnp.float32) for x in parts]
-    features = parts[0].shape[-1]
     if scope is QKNormScope.ALL_HEADS:
         sums = psum(jnp.stack([jnp.sum(x**2, axis=(-3, -2, -1), keepdims=True) for x in exact]), "heads")
-        squares = [total / (count * features) for total, count in zip(sums, heads, strict=True)]
+        squares = [total / (count * parts[0].shape[-1]) for total, count in zip(sums, heads, strict=True)]
     else:
         if norms[0].bias is not None:
             exact = [x - jnp.mean(x, axis=-1, keepdims=True) for x in exact]
         squares = [jnp.mean(x**2, axis=-1, keepdims=True) for x in exact]
     normal = []
     for x, square, norm, part in zip(exact, squares, norms, parts, strict=True):
-        shape = (features,) if scope is QKNormScope.HEAD else part.shape[-3:]
         scale, bias = norm.parameters
-        x = x * jax.lax.rsqrt(square + norm.eps) * scale.reshape(shape)
-        normal.append((x if bias is None else x + bias.reshape(shape)).astype(part.dtype))
+        x = x * jax.lax.rsqrt(square + norm.eps) * scale.reshape(part.shape[-3:])
+        normal.append((x if bias is None else x + bias.reshape(part.shape[-3:])).astype(part.dtype))
     return normal
