@@ -152,7 +152,13 @@ def _make(folder: Path, make: Callable[[], object]) -> None:
         return
     import filelock
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder.parent}: the cache cannot be written ({error.strerror}); set JAXINFER_CACHE to a folder of "
+            "yours, or choose one: `jaxinfer convert MODEL MODEL_DIR`."
+        ) from error
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     with long_work(f"waiting for another process, which makes {folder.name}"):
         held = lock.acquire()

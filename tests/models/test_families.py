@@ -1,5 +1,6 @@
 """Reading Hugging Face configs and tensor lists: what is understood, and what is refused with which words."""
 
+import contextlib
 import json
 
 import ml_dtypes
@@ -114,6 +115,32 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 def test_refusals_name_field_and_value(name, changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(name, **changes)
+
+
+JSON_VALUES = (None, True, -1, 0, 2**40, 1.5, -0.5, float("inf"), "x", [], [1], [None, "x"], [0, 0, 0], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_any_json_in_any_field_is_read_or_refused_in_one_line(name):
+    """No other error than ValueError, alone and in a survey; fields in `rope_parameters` and `text_config` too."""
+    hf, messages = hf_config(name), []
+    absent = ("rope_scaling", "layer_types", "head_dim", "sliding_window_pattern", "no_rope_layer_interval")
+    places = [(hf, field) for field in {*hf, *absent} - {"model_type"}]
+    places += [(part, field) for part in hf.values() if isinstance(part, dict) for field in part]
+    for part, field in places:
+        before = dict(part)
+        for value in JSON_VALUES:
+            part[field] = value
+            for context in (contextlib.nullcontext(), surveyed()):
+                try:
+                    with context:
+                        family_of(hf).config(hf)
+                except ValueError as error:
+                    messages.append(str(error))
+        part.clear()
+        part |= before
+    assert messages
+    assert not any("\n" in message for message in messages)
 
 
 def test_a_survey_collects_all_that_is_refused():

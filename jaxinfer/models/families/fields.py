@@ -93,6 +93,8 @@ class Fields:
                 value = float(value)
             if type(value) is not kind:
                 raise ValueError(f"{self.file}: {name}={value!r} must be of type {kind.__name__}; correct it.")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{self.file}: {name}={value!r} must be a finite number; correct it.")
             return value
         return None
 
@@ -118,14 +120,31 @@ class Fields:
         """Return the side of a square, given as one number or as two that are equal."""
         value = self.values.get(name)
         if not isinstance(value, list):
-            return self.integer(name, default=default)
-        if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int:
+            return self.integer(name, default=default, least=1)
+        if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int or value[0] < 1:
             raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only squares.")
         return value[0]
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number; required if there is no default."""
-        return self._get(int, names, default)
+    def integer(self, *names: str, default: int | None = None, least: int | None = None) -> int:
+        """Return a whole number, of at least `least`; required if there is no default."""
+        value = self._get(int, names, default)
+        if least is not None and value < least:
+            raise ValueError(f"{self.file}: {names[0]}={value} must be >= {least}; correct it.")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """Return a list of whole numbers, or None."""
+        values = self.optional(list, name)
+        if values and any(type(value) is not int for value in values):
+            raise ValueError(f"{self.file}: {name}={values!r} must be a list of whole numbers; correct it.")
+        return None if values is None else tuple(values)
+
+    def positive(self, *names: str, default: float | None = None) -> float:
+        """Return a number above 0; required if there is no default."""
+        value = self.number(*names, default=default)
+        if value <= 0:
+            raise ValueError(f"{self.file}: {names[0]}={value} must be > 0; correct it.")
+        return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         """Return a number; required if there is no default."""
@@ -144,7 +163,7 @@ class Fields:
 
     def head_dim(self, embed: int, heads: int) -> int:
         """Return the width of one head, in families that derive it from the model's."""
-        if embed % heads:
+        if min(embed, heads) < 1 or embed % heads:
             raise ValueError(
                 f"{self.file}: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
             )
@@ -155,11 +174,12 @@ class Fields:
         kinds = self.per_layer("layer_types", len(default)) or list(default)
         if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
             refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {FULL}, {SLIDING}.")
+            return list(default)
         return kinds
 
     def every_nth_full(self, layers: int, *names: str, default: int) -> list[str]:
         """Return kinds of attention of which every n-th is full and the others have a window; n by a field."""
-        n = self.integer(*names, default=default)
+        n = self.integer(*names, default=default, least=1)
         return [SLIDING if (i + 1) % n else FULL for i in range(layers)]
 
     def per_layer(self, name: str, layers: int) -> list[Any] | None:
@@ -262,7 +282,9 @@ class Fields:
     def _longrope(self, rope: "Fields", original: int) -> RopeScaling:
         """Return LongRoPE's scaling (arXiv:2402.13753), in an engine of the model's whole context."""
         context = self.integer("max_position_embeddings")
-        factor = rope.number("factor", default=context / original)
+        if original < 2:
+            raise ValueError(f"{self.file}: original_max_position_embeddings={original} must be >= 2; correct it.")
+        factor = rope.positive("factor", default=context / original)
         given = rope.optional(float, "attention_factor")
         scaled = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         return RopeScaling(

@@ -38,7 +38,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
         config,
         qkv_bias=bias,
         out_bias=bias,
-        scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        scale=fields.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         softcap=fields.optional(float, "attn_logit_softcapping"),
         windows=fields.windows(fields.optional(int, "sliding_window"), alternating),
     )

@@ -19,7 +19,10 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
     window = fields.integer("window_size", default=256)
     types = fields.optional(list, "attention_types") or [[["global", "local"], 12]]
-    kinds = [kind for kinds, times in types for kind in kinds * times]
+    try:
+        kinds = [str(kind) for kinds, times in types for kind in kinds * times]
+    except (TypeError, ValueError):  # no pairs of a list and a number
+        kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
         raise ValueError(
             f"config.json: attention_types={types} must name global or local for each of {layers} layers; correct it."

@@ -14,7 +14,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         llama.config(hf),
         embed_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),
-        logit_scale=1 / fields.number("logits_scaling", default=1.0),
+        logit_scale=1 / fields.positive("logits_scaling", default=1.0),
     )
     return llama.with_attention(config, scale=fields.number("attention_multiplier", default=1.0))
 

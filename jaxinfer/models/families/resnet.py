@@ -49,8 +49,8 @@ def _config(hf: Mapping[str, object]) -> ResNetConfig:
     return ResNetConfig(
         labels=labels_of(fields),
         stem=fields.integer("embedding_size", default=64),
-        widths=tuple(fields.optional(list, "hidden_sizes") or (256, 512, 1024, 2048)),
-        depths=tuple(fields.optional(list, "depths") or (3, 4, 6, 3)),
+        widths=fields.integers("hidden_sizes") or (256, 512, 1024, 2048),
+        depths=fields.integers("depths") or (3, 4, 6, 3),
         bottleneck=kind == "bottleneck",
         stride_in_first_conv=fields.flag("downsample_in_bottleneck", default=False),
         stride_in_first_stage=fields.flag("downsample_in_first_stage", default=False),

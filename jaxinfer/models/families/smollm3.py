@@ -13,8 +13,10 @@ _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embe
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     hf = _DEFAULTS | dict(hf)
     fields, config = Fields(hf), llama.config(hf)
-    interval = fields.integer("no_rope_layer_interval", default=4)
+    interval = fields.integer("no_rope_layer_interval", default=4, least=1)
     rotary = fields.per_layer("no_rope_layers", config.layers)  # 0 where there are none
+    if rotary and set(map(str, rotary)) - {"0", "1"}:
+        raise ValueError(f"config.json: no_rope_layers={rotary} must have 0 or 1 for each layer; correct it.")
     rotary = rotary or [(i + 1) % interval for i in range(config.layers)]
     window = fields.optional(int, "sliding_window") if fields.flag("use_sliding_window", default=False) else None
     default = [FULL if has or window is None else SLIDING for has in rotary]
