@@ -563,7 +563,7 @@ def expert_matmul(choices: Choices, outputs: int, inputs: int, *, name: str = ""
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, routing = _routed(choices, rows, inputs)(key)
         weights = _normal(jax.random.fold_in(key, 1), (experts, outputs, inputs), scale=inputs**-0.5)
-        return x, weights, routing.offsets, routing.sizes
+        return x, Weights(weights), routing.offsets, routing.sizes
 
     return Case(
         op="grouped_matmul",

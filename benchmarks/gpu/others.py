@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.pallas_kernels import KVPages, Weights
 
 
 def cudnn_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -33,16 +33,16 @@ def _contiguous(q: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array]:
     return pages.k.reshape(shape), pages.v.reshape(shape)
 
 
-def jax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def jax_ragged_dot(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     """Run `jax.lax.ragged_dot`."""
-    return jax.lax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)
+    return jax.lax.ragged_dot(x, jnp.swapaxes(weights.weight, 1, 2), sizes)
 
 
-def tokamax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> Any:
+def tokamax_ragged_dot(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: jax.Array) -> Any:
     """Run tokamax's default ragged dot."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
-    return tokamax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)
+    return tokamax.ragged_dot(x, jnp.swapaxes(weights.weight, 1, 2), sizes)
 
 
 OTHERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {

@@ -207,10 +207,10 @@ def unpermute(y: np.ndarray, routing: Routing) -> np.ndarray:
     )
 
 
-def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def grouped_matmul(x: np.ndarray, weights: Weights, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """x W^T, with the matrix of each row's expert."""
-    x, weights = x.astype(np.float64), weights.astype(np.float64)
-    experts = zip(offsets, sizes, weights, strict=True)
+    x, matrices = x.astype(np.float64), np.asarray(weights.weight, np.float64)
+    experts = zip(offsets, sizes, matrices, strict=True)
     return np.concatenate([x[first : first + size] @ matrix.T for first, size, matrix in experts])
 
 

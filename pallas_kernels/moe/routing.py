@@ -1,16 +1,59 @@
-"""Where the tokens of a mixture of experts go."""
+"""Where the tokens of a mixture of experts go, and by which rule."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top_2_sum"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """By which rule a router chooses and weighs the k experts of a token. Attributes as of `api.top_k_gating`."""
+
+    k: int
+    capacity: int | None = None
+    normalize: bool = True
+    scoring: Scoring = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score: GroupScore = "max"
+    scale: float = 1.0
+
+    def check(self, experts: int) -> None:
+        """Raise ValueError if the rule cannot choose among so many experts."""
+        if not 1 <= self.k <= experts:
+            raise ValueError(f"top_k_gating needs 1 <= k <= {experts} experts, got k={self.k}.")
+        if self.capacity is not None and self.capacity < 1:
+            raise ValueError(f"top_k_gating needs a capacity of at least 1, got {self.capacity}.")
+        if self.scoring not in get_args(Scoring):
+            raise ValueError(f"scoring must be softmax or sigmoid, got {self.scoring!r}.")
+        if self.group_score not in get_args(GroupScore):
+            raise ValueError(f"group_score must be max or top_2_sum, got {self.group_score!r}.")
+        if self.groups < 1 or experts % self.groups:
+            raise ValueError(f"{experts} experts do not divide into groups={self.groups}.")
+        if not 1 <= self.groups_per_token <= self.groups:
+            raise ValueError(f"groups_per_token must be in 1..{self.groups} groups, got {self.groups_per_token}.")
+        size = experts // self.groups
+        if self.k > self.groups_per_token * size:
+            raise ValueError(f"{self.groups_per_token} groups of {size} experts are fewer than k={self.k} experts.")
+        if self.limits_groups and self.group_score == "top_2_sum" and size < 2:
+            raise ValueError(f"group_score top_2_sum needs groups of at least 2 experts, got groups={self.groups}.")
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether a token's experts are of some of the groups only."""
+        return self.groups_per_token < self.groups
 
 
 class Routing(NamedTuple):
     """Where each token's k choices go: R rows, sorted by expert and within an expert by token.
 
     Attributes:
-      experts: int32 [N, k], the chosen experts, the highest logit first.
+      experts: int32 [N, k], the chosen experts, the best first.
       weights: float32 [N, k], the weight of each expert's output; 0 if the choice was dropped.
       rows: int32 [N, k], the row of each choice; R if it was dropped.
       tokens: int32 [R], the token of each row; N if the row is empty.

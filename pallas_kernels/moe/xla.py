@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.matmul.api import matmul
+from jaxinfer.pallas_kernels.linear.api import small_batch_linear
+from jaxinfer.pallas_kernels.weights import Weights
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     """Loop over tiles of rows of one expert each: at most about twice the necessary work. Arguments as of `api`."""
     (rows, _), (experts, outputs, _) = x.shape, weights.shape
     tile_rows = min(1 << max(rows // experts - 1, 0).bit_length(), 64)  # a power of two
@@ -18,7 +19,8 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
     def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.sum(ends <= i)
         first = offsets[expert] + (i - ends[expert] + tiles[expert]) * tile_rows
-        product = matmul(lax.dynamic_slice_in_dim(x, first, tile_rows), weights[expert])
+        matrix = jax.tree.map(lambda leaf: leaf[expert], weights)
+        product = small_batch_linear(lax.dynamic_slice_in_dim(x, first, tile_rows), matrix)
         # This may write past the expert's rows; the next experts overwrite that.
         return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 

@@ -27,6 +27,7 @@ from jaxinfer.pallas_kernels.convolution import reference as convolution
 from jaxinfer.pallas_kernels.convolution.api import convolution as convolve
 from jaxinfer.pallas_kernels.linear import reference as linear
 from jaxinfer.pallas_kernels.moe import reference as experts
+from jaxinfer.pallas_kernels.moe.routing import Rule
 from jaxinfer.pallas_kernels.quantization import reference as quantization
 from jaxinfer.pallas_kernels.sampling import reference as sampling
 from jaxinfer.pallas_kernels.sampling.api import max_and_argmax
@@ -42,7 +43,10 @@ def cached_attention_reference(*args, rotary, scale):
     return attention.cached_attention(*args, rotary, None, None, **options)
 
 
-gating_reference = functools.partial(experts.top_k_gating, capacity=None, normalize=True)
+def gating_reference(logits, *, k):
+    return experts.top_k_gating(logits, rule=Rule(k=k))
+
+
 merge_tokens_reference = functools.partial(token_merging.merge_tokens, protected=1, protect_isolated=None)
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -235,7 +239,7 @@ def moe_cases(tokens: int, count: int, k: int, inputs: int, outputs: int) -> Ite
     rows, matrices = experts.permute(x, routing), normal(count, outputs, inputs)
     yield f"gating {name}", Case("gating", FLOAT32, (logits,), {"k": k})
     yield f"permute {name}", Case("permute", EXACT, (x, routing), {})
-    args = (rows, matrices, routing.offsets, routing.sizes)
+    args = (rows, Weights(matrices), routing.offsets, routing.sizes)
     yield f"grouped_matmul {name}", Case("grouped_matmul", FLOAT32, args, {})
     yield f"unpermute {name}", Case("unpermute", FLOAT32, (rows, routing), {})
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.pallas_kernels import Weights
 from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
@@ -63,8 +64,8 @@ gate = jax.jit(top_k_gating, static_argnames=("k", "capacity", "normalize"))
 @functools.partial(jax.jit, static_argnames=("k", "normalize", "capacity"))
 def layer(x, logits, w_in, w_out, *, k, normalize=True, capacity=None):
     routing = top_k_gating(logits, k, normalize=normalize, capacity=capacity)
-    hidden = jax.nn.relu(grouped_matmul(permute(x, routing), w_in, routing.offsets, routing.sizes))
-    return unpermute(grouped_matmul(hidden, w_out, routing.offsets, routing.sizes), routing)
+    hidden = jax.nn.relu(grouped_matmul(permute(x, routing), Weights(w_in), routing.offsets, routing.sizes))
+    return unpermute(grouped_matmul(hidden, Weights(w_out), routing.offsets, routing.sizes), routing)
 
 
 # Few shapes, since compiling takes most of the time, but arbitrary contents.

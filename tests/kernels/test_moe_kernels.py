@@ -12,8 +12,10 @@ from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, refere
 from jaxinfer.pallas_kernels.moe import mosaic as kernels
 from jaxinfer.pallas_kernels.moe.mosaic import gating as gating_module
 from jaxinfer.pallas_kernels.moe.mosaic.grouped_matmul import Tiles, choose_tiles
+from jaxinfer.pallas_kernels.moe.routing import Rule
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.weights import Weights
 from tests.kernels.interpreting import without_races
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
@@ -30,9 +32,10 @@ TOKENS = (1, 8, 64, 4096)
 
 
 def check_gating(logits, **options):
+    rule = Rule(**options)
     with without_races():
-        routing = kernels.top_k_gating(logits, **options)
-    for name, actual, expected in zip(Routing._fields, routing, reference.top_k_gating(logits, **options), strict=True):
+        routing = kernels.top_k_gating(logits, rule=rule)
+    for name, actual, expected in zip(Routing._fields, routing, reference.top_k_gating(logits, rule=rule), strict=True):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
     return routing
@@ -88,7 +91,7 @@ def test_more_gating_interpreted(tokens, experts, k):
     ("tokens", "k", "capacity", "columns"), [(1, 1, None, 128), (3, 2, None, 384), (9, 2, 2, 2048)]
 )
 def test_layout_interpreted(tokens, k, capacity, columns, dtype):
-    routing = reference.top_k_gating(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
+    routing = reference.top_k_gating(logits_of(tokens, 4), rule=Rule(k=k, capacity=capacity))
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(tokens, columns)), dtype)
     y = jnp.asarray(rng.normal(size=(len(routing.tokens), columns)), dtype)
@@ -105,7 +108,7 @@ def test_layout_interpreted(tokens, k, capacity, columns, dtype):
 def test_layout_of_many_rows_interpreted(monkeypatch):
     """Eight rows per thread block, fewer in the last one; dropped rows are not read."""
     monkeypatch.setattr("jaxinfer.pallas_kernels.moe.mosaic.rows._FEW_ROWS", 4)
-    routing = reference.top_k_gating(logits_of(11, 4), k=2, capacity=3, normalize=True)
+    routing = reference.top_k_gating(logits_of(11, 4), rule=Rule(k=2, capacity=3))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 128)), jnp.float32)
     with without_races():
         rows = kernels.permute(x, routing)
@@ -117,7 +120,7 @@ def test_layout_of_many_rows_interpreted(monkeypatch):
 @pytest.mark.interpreted
 def test_layout_of_a_broken_table_reads_nothing_else():
     """Rows of no token, before the first or after the last, are zero: no index leaves the array."""
-    routing = reference.top_k_gating(logits_of(3, 4), k=2, capacity=None, normalize=True)
+    routing = reference.top_k_gating(logits_of(3, 4), rule=Rule(k=2, capacity=None))
     broken = jnp.array([-1, 0, 3, 2, -(2**31), 2**31 - 1], jnp.int32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 128)), jnp.float32)
     y = jnp.concatenate([x, -x])
@@ -138,7 +141,7 @@ def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp
     x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
     weights = jnp.asarray(rng.normal(size=(len(sizes), outputs, inputs)) / inputs**0.5, dtype)
     with without_races(), Trial("grouped_matmul", tiles).active():
-        y = kernels.grouped_matmul(x, weights, jnp.asarray(offsets), jnp.asarray(sizes))
+        y = kernels.grouped_matmul(x, Weights(weights), jnp.asarray(offsets), jnp.asarray(sizes))
     assert (y.dtype, y.shape) == (dtype, (rows, outputs))
     x, weights, y = (np.asarray(a, np.float64) for a in (x, weights, y))
     for expert, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -180,22 +183,18 @@ def test_more_products_interpreted(rows, stages):
     check_products([130, 1, 0, 67, 9], 256, 256, tiles={"rows": rows, "outputs": 128, "stages": stages})
 
 
-def gate(experts, *, k):
-    return kernels.top_k_gating(jnp.zeros((2, experts)), k=k, capacity=None, normalize=True)
+def gate(experts, **rule):
+    return kernels.top_k_gating(jnp.zeros((2, experts)), rule=Rule(**rule))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: kernels.top_k_gating(jnp.zeros((2, 260)), k=1, capacity=None, normalize=True),
-            "up to 256 experts.*260",
-        ),
+        (lambda: gate(260, k=1), "up to 256 experts.*260"),
         (lambda: gate(6, k=1), "a multiple of 4, got 6"),
-        (
-            lambda: kernels.top_k_gating(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True),
-            "16 experts per.*got 17",
-        ),
+        (lambda: gate(32, k=17), "16 experts per.*got 17"),
+        (lambda: gate(8, k=2, scoring="sigmoid"), "softmax scores without"),
+        (lambda: gate(8, k=2, groups=4, groups_per_token=2), "without a selection bias and groups"),
         (lambda: kernels.permute(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiple of 128, got 100"),
         (lambda: kernels.unpermute(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 experts per.*got 17"),
         (lambda: products(jnp.float32, 64, 64), "bfloat16 or float16, got float32"),
@@ -210,7 +209,8 @@ def test_unsupported_names_the_constraint(call, message):
 
 def products(dtype, outputs, inputs):
     counts = jnp.ones(2, jnp.int32)
-    return kernels.grouped_matmul(jnp.zeros((2, inputs), dtype), jnp.zeros((2, outputs, inputs), dtype), counts, counts)
+    weights = Weights(jnp.zeros((2, outputs, inputs), dtype))
+    return kernels.grouped_matmul(jnp.zeros((2, inputs), dtype), weights, counts, counts)
 
 
 def abstract_routing(tokens, experts, k):
@@ -224,7 +224,7 @@ def calls(model, tokens):
     routing = abstract_routing(tokens, experts, k)
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     rows = half((tokens * k, inputs))
-    into, out = half((experts, 2 * hidden, inputs)), half((experts, inputs, hidden))
+    into, out = Weights(half((experts, 2 * hidden, inputs))), Weights(half((experts, inputs, hidden)))
     return {
         "moe_gate": (functools.partial(top_k_gating, k=k), (jax.ShapeDtypeStruct((tokens, experts), jnp.float32),)),
         "moe_permute": (permute, (half((tokens, inputs)), routing)),

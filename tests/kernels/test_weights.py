@@ -103,3 +103,16 @@ def test_unsupported():
         quantize(jnp.ones((2, 100)), "int4")
     with pytest.raises(ValueError, match=r"'int3'.*int8, int4, fp8"):
         quantize(jnp.ones((2, 128)), "int3")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_stack_of_matrices_is_each_of_them(fmt):
+    """Experts are [E, N, K], and are stored as each matrix would be alone."""
+    matrices = _normal(5, 3, 6, 2 * GROUP)
+    stack = quantize(matrices, fmt)
+    assert stack.shape == matrices.shape
+    floats = dequantize(stack, jnp.float32)
+    for i, matrix in enumerate(matrices):
+        alone = quantize(matrix, fmt)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, i=i: leaf[i], stack), alone)
+        np.testing.assert_array_equal(floats[i], dequantize(alone, jnp.float32))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.moe.routing import Routing, finite, limit_capacity
+from jaxinfer.pallas_kernels.moe.routing import Routing, Rule, finite, limit_capacity
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, iota
 from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, gmem, slice_past_end, smem
@@ -164,15 +164,17 @@ class _PlaceScratch(NamedTuple):
     positions: Ref
 
 
-def top_k_gating(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
+def top_k_gating(logits: jax.Array, selection_bias: jax.Array | None = None, *, rule: Rule) -> Routing:
     """Route each token to its experts. Arguments as of `api`. Raises UnsupportedError."""
-    tokens, experts = logits.shape
+    (tokens, experts), k = logits.shape, rule.k
+    if rule.scoring != "softmax" or selection_bias is not None or rule.limits_groups:
+        raise UnsupportedError("top_k_gating takes softmax scores without a selection bias and groups")
     if experts > _MAX_EXPERTS or experts % 4:
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {experts}")
     if k > _MAX_K:
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_K} experts per token, got {k}")
     tile = min(_TILE, 4 * pl.cdiv(tokens, 4))
-    plan = Plan(tokens=tokens, experts=experts, k=k, normalize=normalize, tile=tile)
+    plan = Plan(tokens=tokens, experts=experts, k=k, normalize=rule.normalize, tile=tile)
     require_shared_bytes(plan.shared_bytes)
     # Mosaic swizzles the copy in tiles of 32 columns and 8 rows. With three dimensions, the first, here the tokens, is
     # not tiled and can have any size.
@@ -183,8 +185,8 @@ def top_k_gating(logits: jax.Array, *, k: int, capacity: int | None, normalize: 
         tables = _launch_place(plan, _PlaceInputs(gated.experts, gated.counts))
     assert tables is not None
     chosen, weights, rows = (x.reshape(tokens, k) for x in (gated.experts, gated.weights, tables.rows))
-    routing = Routing(chosen, weights, rows, tables.tokens, tables.offsets, tables.sizes)
-    return routing if capacity is None else limit_capacity(routing, capacity)
+    routing = Routing(chosen, weights * rule.scale, rows, tables.tokens, tables.offsets, tables.sizes)
+    return routing if rule.capacity is None else limit_capacity(routing, rule.capacity)
 
 
 def _integers(*shape: int) -> Ref:

@@ -20,6 +20,7 @@ from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, gm
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError
+from jaxinfer.pallas_kernels.weights import Weights
 
 _TILE_K = 64  # inputs of a stage: 128 bytes, the widest swizzle
 _L2_GROUP = 8  # adjacent tiles of outputs that run together, so that they share rows of x in L2
@@ -124,11 +125,12 @@ def choose_tiles(rows: int, experts: int, outputs: int) -> Tiles:
     return Tiles(rows=tile, outputs=64 if outputs % 128 else 128, stages=3)  # compute-bound: two per SM
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiply each row by its expert's matrix. Arguments as of `api`. Raises UnsupportedError."""
-    (rows, inputs), (experts, outputs, _) = x.shape, weights.shape
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
-        raise UnsupportedError(f"grouped_matmul takes bfloat16 or float16, got {x.dtype} and {weights.dtype}")
+    matrices = weights.weight
+    (rows, inputs), (experts, outputs, _) = x.shape, matrices.shape
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or matrices.dtype != x.dtype:
+        raise UnsupportedError(f"grouped_matmul takes bfloat16 or float16, got {x.dtype} and {matrices.dtype}")
     if inputs % _TILE_K or outputs % 64:
         raise UnsupportedError(f"K and N must be multiples of 64, got K={inputs}, N={outputs}")
     if experts > _MAX_EXPERTS:
@@ -143,7 +145,7 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
         kernel_name="grouped_matmul",
     )
     x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # swizzled TMA tiles have 8 rows
-    return kernel(_Inputs(gmem(x), gmem(weights), gmem(offsets), gmem(sizes)))[:, 0]
+    return kernel(_Inputs(gmem(x), gmem(matrices), gmem(offsets), gmem(sizes)))[:, 0]
 
 
 def _kernel(plan: Plan, inputs: _Inputs, y: Ref) -> None:

@@ -1,0 +1,172 @@
+"""Experts' MLPs in every format, and their implementations, against loops in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.pallas_kernels.moe import expert_mlp, grouped_matmul, reference, top_k_gating
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, quantize, quantize_rows
+from tests.kernels.routing import logits_of
+
+FORMATS = ["float32", "bfloat16", "int8", "fp8", "int4"]
+
+
+def stored(matrices, fmt) -> Weights:
+    return quantize(matrices, fmt) if fmt in ("int8", "fp8", "int4") else Weights(matrices.astype(fmt))
+
+
+def normal(seed, *shape, scale=1.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@functools.cache
+def experts_of(count, inputs, hidden, fmt, gated=True):
+    """(gate_up, down, gate_up_bias, down_bias)."""
+    outputs = 2 * hidden if gated else hidden
+    gate_up = stored(normal(0, count, outputs, inputs, scale=inputs**-0.5), fmt)
+    down = stored(normal(1, count, inputs, hidden, scale=hidden**-0.5), fmt)
+    return gate_up, down, normal(2, count, outputs), normal(3, count, inputs)
+
+
+def rounded(row, weights):
+    """A row as a product with these weights has it."""
+    if weights.weight.dtype != jnp.int8:
+        return row
+    q, scale = quantize_rows(jnp.asarray(row, jnp.float32)[None])
+    return (np.asarray(q, np.float64) * np.asarray(scale, np.float64))[0]
+
+
+def loop(x, routing, experts, *, gated, biased):
+    """Token by token and choice by choice, in float64."""
+    gate_up, down, gate_up_bias, down_bias = experts
+    first, second = (np.asarray(dequantize(weights, jnp.float32), np.float64) for weights in (gate_up, down))
+    y = np.zeros((len(x), second.shape[1]))
+    for token, choices in enumerate(np.asarray(routing.experts)):
+        for expert, weight in zip(choices, np.asarray(routing.weights, np.float64)[token], strict=True):
+            out = first[expert] @ rounded(np.asarray(x, np.float64)[token], gate_up)
+            out = out + np.asarray(gate_up_bias)[expert] * biased
+            gate = out[::2] if gated else out
+            hidden = gate / (1 + np.exp(-gate)) * (out[1::2] if gated else 1)
+            out = second[expert] @ rounded(hidden, down) + np.asarray(down_bias)[expert] * biased
+            y[token] += weight * out
+    return y
+
+
+run = jax.jit(expert_mlp, static_argnames=("activation", "gated"))
+
+
+def check(x, routing, experts, *, gated=True, biased=False, tolerance=1e-4, call=run):
+    y = call(x, routing, *experts[: 4 if biased else 2], activation="silu", gated=gated)
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), loop(x, routing, experts, gated=gated, biased=biased), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format(fmt, rows):
+    """One row, fewer rows than experts, several to each expert."""
+    x = normal(4, rows, GROUP).astype("bfloat16" if fmt == "bfloat16" else "float32")
+    tolerance = {"bfloat16": 3e-2, "int8": 2e-2}.get(fmt, 1e-4)  # int8: of a half, quantising may round either way
+    check(x, top_k_gating(logits_of(rows, 8), 2), experts_of(8, GROUP, GROUP, fmt), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("gated", [False, True])
+def test_biases(gated, rows):
+    check(
+        normal(4, rows, 48), top_k_gating(logits_of(rows, 6), 2), experts_of(6, 48, 20, "float32", gated), gated=gated,
+        biased=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "count", "k", "kind"),
+    [(1, 1, 1, "random"), (9, 1, 1, "random"), (3, 4, 4, "random"), (1, 16, 3, "random"), (30, 16, 1, "one"),
+     (70, 4, 2, "one"), (300, 5, 2, "random")],
+)  # fmt: skip
+def test_awkward_routings(rows, count, k, kind, fmt):
+    """One expert, all experts, one that has all tokens, many without any."""
+    routing = top_k_gating(logits_of(rows, count, kind), k)
+    check(normal(4, rows, 33), routing, experts_of(count, 33, 17, fmt), tolerance=2e-2 if fmt == "int8" else 1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 30])
+def test_choices_over_capacity_add_nothing(rows):
+    routing = top_k_gating(logits_of(rows, 6, "one"), 2, capacity=1)
+    assert (np.asarray(routing.weights)[1:] == 0).all()
+    check(normal(4, rows, 32), routing, experts_of(6, 32, 24, "float32"), biased=True)
+
+
+def test_experts_without_tokens_are_not_multiplied():
+    """NaN in all others reaches no result."""
+    x, routing = normal(4, 6, 32), top_k_gating(logits_of(6, 16, "one"), 2)
+    gate_up, down, *biases = experts_of(16, 32, 24, "float32")
+    used = (np.asarray(routing.sizes) > 0)[:, None, None]
+    broken = [Weights(jnp.where(used, weights.weight, jnp.nan)) for weights in (gate_up, down)]
+    y = run(x, routing, *broken, activation="silu", gated=True)
+    np.testing.assert_allclose(y, loop(x, routing, (gate_up, down, *biases), gated=True, biased=False), atol=1e-4)
+
+
+def test_a_token_that_is_not_a_number_stays_alone_in_an_mlp():
+    x, routing = normal(4, 9, 32), top_k_gating(logits_of(9, 6), 2)
+    experts = experts_of(6, 32, 24, "float32")[:2]
+    options = {"activation": "silu", "gated": True}
+    y, expected = run(x.at[4].set(jnp.nan), routing, *experts, **options), run(x, routing, *experts, **options)
+    others = np.arange(9) != 4
+    assert np.isnan(y[4]).all()
+    np.testing.assert_allclose(y[others], expected[others], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_within_a_loop(rows):
+    """As decode steps and passes over layers call it, and as a program of a mesh does."""
+    x, routing, experts = normal(4, rows, 32), top_k_gating(logits_of(rows, 6), 2), experts_of(6, 32, 24, "float32")[:2]
+    call = functools.partial(expert_mlp, activation="silu", gated=True)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def three_times(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: call(x, routing, *experts), x)
+
+    expected = x
+    for _ in range(3):
+        expected = run(expected, routing, *experts, activation="silu", gated=True)
+    np.testing.assert_allclose(three_times(x.copy()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_reference_is_the_loop(fmt):
+    call = jax.jit(reference.expert_mlp, static_argnames=("activation", "gated"))
+    tolerance = {"bfloat16": 3e-2, "int8": 2e-2}.get(fmt, 1e-4)
+    x = normal(4, 5, GROUP).astype("bfloat16" if fmt == "bfloat16" else "float32")
+    experts = experts_of(8, GROUP, GROUP, fmt)
+    check(x, top_k_gating(logits_of(5, 8), 2), experts, biased=True, tolerance=tolerance, call=call)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_grouped_products_of_every_format(fmt):
+    x = normal(4, 20, GROUP).astype("bfloat16" if fmt == "bfloat16" else "float32")
+    sizes = jnp.array([3, 0, 17, 0], jnp.int32)
+    weights = stored(normal(0, 4, 24, GROUP, scale=0.1), fmt)
+    args = (x, weights, jnp.cumsum(sizes) - sizes, sizes)
+    y, expected = jax.jit(grouped_matmul)(*args), reference.grouped_matmul(*args)
+    assert y.dtype == x.dtype
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32),
+        np.asarray(expected, np.float32),
+        rtol=2**-7,
+        atol=2**-7 if fmt == "bfloat16" else 1e-5,
+    )
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="got 'tan'"):
+        expert_mlp(
+            normal(4, 3, 33), top_k_gating(logits_of(3, 4), 2), *experts_of(4, 33, 17, "float32")[:2],
+            activation="tan", gated=True,
+        )  # fmt: skip
