@@ -60,8 +60,8 @@ class SafetensorsFolder:
         """Shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a copy of one tensor."""
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Return a copy of one tensor, or of one index of its first dimension."""
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES.values():
             raise CheckpointError(
@@ -69,7 +69,7 @@ class SafetensorsFolder:
                 f"save the model in one of {', '.join(_DTYPES.values())}."
             )
         with _opened(tensor.file) as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
 
 def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:

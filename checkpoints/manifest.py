@@ -13,6 +13,8 @@ from jaxinfer.checkpoints.errors import CheckpointError
 FORMAT = 2
 """2: leaves have the names of the parameters in memory (`weight`, `gate_up`)."""
 MANIFEST = "manifest.json"
+EXPERTS = "experts"
+"""The first logical axis of leaves that have a part for each expert."""
 STATE = "state"
 """The folder of the weights."""
 
@@ -31,6 +33,19 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def parts(self) -> int:
+        """How many parts it is stored in, each by itself: one for each expert, else 0.
+
+        So a conversion holds one expert at a time, and one can be read without the others.
+        """
+        return self.shape[0] if self.axes and self.axes[0] == EXPERTS else 0
+
+    @property
+    def part(self) -> "Leaf":
+        """One of the parts, as a leaf."""
+        return Leaf(self.shape[1:], self.dtype, self.axes[1:])
 
     @property
     def bytes(self) -> int:
@@ -64,6 +79,15 @@ class Manifest:
     def bytes(self) -> int:
         """Bytes of all weights as stored."""
         return sum(leaf.bytes for leaf in self.leaves.values())
+
+
+def part_name(name: str, index: int) -> str:
+    """Return the name that a part of a leaf is stored under.
+
+    >>> part_name("layers.0.mlp.experts.down.weight", 7)
+    'layers.0.mlp.experts.down.weight.7'
+    """
+    return f"{name}.{index}"
 
 
 def encode_manifest(leaves: dict[str, Leaf], files: dict[str, File]) -> bytes:

@@ -15,7 +15,16 @@ from typing import Any
 import msgspec
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.manifest import MANIFEST, STATE, File, Leaf, Manifest, decode_manifest, encode_manifest
+from jaxinfer.checkpoints.manifest import (
+    MANIFEST,
+    STATE,
+    File,
+    Leaf,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    part_name,
+)
 from jaxinfer.checkpoints.paths import inside
 
 
@@ -59,11 +68,17 @@ class OrbaxFolder:
         state = self.path / STATE
         driver = "zarr3" if json.loads((state / "_METADATA").read_text())["use_zarr3"] else "zarr"
         files, context = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}}, ts.Context()
-        opening = {
-            name: ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
-            for name in names
+
+        def opening(name: str) -> Any:
+            return ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
+
+        parts = {name: self.manifest.leaves[name].parts for name in names}
+        futures = {
+            name: [opening(part_name(name, index)) for index in range(count)] if count else [opening(name)]
+            for name, count in parts.items()
         }
-        stores = {name: future.result() for name, future in opening.items()}
+        results = {name: [future.result() for future in each] for name, each in futures.items()}
+        stores = {name: ts.stack(each) if parts[name] else each[0] for name, each in results.items()}
         for name, store in stores.items():
             leaf = self.manifest.leaves[name]
             if (stored := f"{store.dtype.name}{list(store.shape)}") != str(leaf):

@@ -35,6 +35,7 @@ def stream(
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    keep: Callable[[str], bool] | None = None,
     only: Callable[[str], bool] | None = None,
     takes: Callable[[str, Leaf], Takes] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
@@ -46,6 +47,7 @@ def stream(
       rules: which dimension is split over which mesh axis.
       dtype: what floating-point matrices are cast to (None: as stored). Vectors, scales and
         quantised matrices stay as stored.
+      keep: selects leaves that stay as stored in any case.
       only: selects leaves by dotted path; nothing else is read. None: all.
       takes: which stored indices the dimensions of a leaf have. None: all, in order.
     """
@@ -56,7 +58,8 @@ def stream(
     for name, leaf in leaves.items():
         shape = tuple(n if take is None else len(take) for n, take in zip(leaf.shape, taken[name], strict=True))
         sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
-        targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, dtype), sharding=sharding)
+        cast_to = None if keep is not None and keep(name) else dtype
+        targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, cast_to), sharding=sharding)
     for group in _groups(targets, leaves):
         arrays = _read(checkpoint, group, taken)
         while arrays:

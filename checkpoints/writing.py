@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import pathlib
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.layouts import Layout
-from jaxinfer.checkpoints.manifest import Leaf
+from jaxinfer.checkpoints.manifest import Leaf, part_name
 from jaxinfer.checkpoints.orbax_folder import write_manifest
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.single_file import SINGLE_FILE, encode_single_file, require_small
@@ -51,6 +52,7 @@ class Writer:
         self._leaves: dict[str, Leaf] = {}
         self._group: dict[str, np.ndarray] = {}
         self._group_bytes = 0
+        self._added: set[str] = set()
         self._exit = contextlib.ExitStack()
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise CheckpointError(f"{self.path}: exists and is not empty; name another output directory or remove it.")
@@ -69,9 +71,25 @@ class Writer:
         """Store one weight under its dotted path; `axes` names its dimensions."""
         if name in self._leaves:
             raise ValueError(f"leaf {name!r} was added twice.")
-        array = np.array(array) if isinstance(array, np.ndarray) else np.asarray(array)  # the caller may reuse its own
-        self._leaves[name] = Leaf(array.shape, array.dtype.name, axes)
-        self._group[name] = array
+        array = np.asarray(array)
+        self._leaves[name] = leaf = Leaf(array.shape, array.dtype.name, axes)
+        for index in range(leaf.parts):
+            self._hold(part_name(name, index), array[index])
+        if not leaf.parts:
+            self._hold(name, array)
+
+    def add_part(self, name: str, index: int, array: np.ndarray, leaf: Leaf) -> None:
+        """Store one part of a weight that is divided into parts (`Leaf.parts`). leaf: the whole weight."""
+        assert leaf.part == Leaf(array.shape, array.dtype.name, leaf.axes[1:]), (name, index, leaf)
+        self._leaves[name] = leaf
+        if part_name(name, index) in self._added:
+            raise ValueError(f"part {index} of leaf {name!r} was added twice.")
+        self._hold(part_name(name, index), array)
+
+    def _hold(self, name: str, array: np.ndarray) -> None:
+        """Keep an array until its group is written; a copy, since the caller may reuse its own."""
+        self._added.add(name)
+        self._group[name] = np.array(array)
         self._group_bytes += array.nbytes
         self.check_size(self._group_bytes)
         if self._group_bytes >= GROUP_BYTES:
@@ -103,6 +121,9 @@ class Writer:
     def _commit(self) -> None:
         if not self._leaves:
             raise ValueError(f"{self.path}: no leaf was added.")
+        parts = ((name, index) for name, leaf in self._leaves.items() for index in range(leaf.parts))
+        if missing := [name for name in itertools.starmap(part_name, parts) if name not in self._added]:
+            raise ValueError(f"{self.path}: {len(missing)} parts were not added, such as {missing[0]}.")
         if self._layout == "single-file":
             self._write_single_file()
         else:
@@ -111,7 +132,13 @@ class Writer:
 
     def _write_single_file(self) -> None:
         files = {name: x if isinstance(x, bytes) else x.read_bytes() for name, x in self._files.items()}
-        content = encode_single_file(self.path, self._leaves, self._group, files)
+        arrays = {
+            name: np.stack([self._group[part_name(name, index)] for index in range(leaf.parts)])
+            if leaf.parts
+            else self._group[name]
+            for name, leaf in self._leaves.items()
+        }
+        content = encode_single_file(self.path, self._leaves, arrays, files)
         self._state.mkdir()
         (self._state / SINGLE_FILE).write_bytes(content)
 

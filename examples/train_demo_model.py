@@ -274,6 +274,7 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
         x += attend(layer.attention, layer.attention_norm(x), rotary)
+        assert isinstance(layer.mlp, Mlp)
         x += feed_forward(layer.mlp, layer.mlp_norm(x))
     assert model.final_norm is not None
     return linear(model.final_norm(x), model.embed.table[...]).astype(jnp.float32)

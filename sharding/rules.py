@@ -21,6 +21,7 @@ class ShardingRules:
       vocab: token ids, in the embedding and the head.
       heads: of attention. kv_heads: of the KV cache, which goes where the heads go.
       mlp: hidden width.
+      experts: of a mixture of experts.
       embed, word_embed, norm, positions, pages, page, head_dim: what every device has whole.
     """
 
@@ -28,6 +29,7 @@ class ShardingRules:
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
     mlp: MeshAxes = "tensor"
+    experts: MeshAxes = None
     embed: MeshAxes = None
     word_embed: MeshAxes = None
     norm: MeshAxes = None

@@ -50,6 +50,33 @@ class Activation(enum.StrEnum):
     SILU = "silu"
 
 
+class RouterKind(enum.StrEnum):
+    """How a router's logits become scores of the experts."""
+
+    SOFTMAX = "softmax"  # over all experts
+    SIGMOID = "sigmoid"  # each by itself (DeepSeek V3)
+
+
+class GroupScore(enum.StrEnum):
+    """How a group of experts is scored by those in it."""
+
+    MAX = "max"  # its best expert (DeepSeek V2)
+    TOP_2_SUM = "top_2_sum"  # the sum of its two best, the selection bias included (DeepSeek V3)
+
+
+class SharedMix(enum.StrEnum):
+    """How the MLP that every token goes through is added to its experts."""
+
+    ADD = "add"  # as it is (DeepSeek)
+    GATED = "gated"  # times sigmoid(x g), with a gate g (Qwen2-MoE)
+    RESIDUAL = "residual"  # both times their share of softmax(x C), with two coefficients (Residual-MoE)
+
+    @property
+    def gates(self) -> int:
+        """The number of vectors that the weights are computed with."""
+        return {SharedMix.ADD: 0, SharedMix.GATED: 1, SharedMix.RESIDUAL: 2}[self]
+
+
 class Pooling(enum.StrEnum):
     """How an encoder's token vectors become one."""
 
@@ -230,16 +257,88 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How each token chooses its experts (DeepSeek V3, arXiv:2412.19437, section 2.1.2, has all of it)."""
+
+    experts: int
+    experts_per_token: int
+    kind: RouterKind = RouterKind.SOFTMAX
+    normalize: bool = True  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # then multiplies them
+    selection_bias: bool = False  # a number for each expert is added to its score for the choice, not to its weight
+    groups: int = 1  # of equally many experts
+    groups_per_token: int = 1  # the best groups, of which a token's experts are
+    group_score: GroupScore = GroupScore.MAX
+    capacity_factor: float | None = None  # an expert takes this many times its even share of a pass's choices; the
+    # later ones are dropped. None: it takes all
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "experts", "experts_per_token", "groups", "groups_per_token")
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"RouterConfig.experts_per_token={self.experts_per_token} is more than experts={self.experts}."
+            )
+        if self.experts % self.groups or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"RouterConfig.groups={self.groups} must divide experts={self.experts}, and "
+                f"groups_per_token={self.groups_per_token} be at most groups."
+            )
+        group = self.experts // self.groups
+        if self.groups_per_token * group < self.experts_per_token:
+            raise ValueError(
+                f"RouterConfig.groups_per_token={self.groups_per_token} groups have {self.groups_per_token * group} "
+                f"experts, fewer than experts_per_token={self.experts_per_token}."
+            )
+        if self.groups > 1 and self.group_score is GroupScore.TOP_2_SUM and group < 2:
+            raise ValueError(f"RouterConfig.group_score={self.group_score} needs groups of two experts or more.")
+        if self.capacity_factor is not None and not self.capacity_factor >= 1.0:
+            raise ValueError(f"RouterConfig.capacity_factor must be at least 1, got {self.capacity_factor}.")
+
+    def capacity(self, tokens: int) -> int | None:
+        """Return how many of the choices of `tokens` tokens each expert takes; None: all.
+
+        >>> RouterConfig(experts=8, experts_per_token=2, capacity_factor=1.25).capacity(64)
+        20
+        """
+        if self.capacity_factor is None:
+            return None
+        return min(tokens, math.ceil(tokens * self.experts_per_token / self.experts * self.capacity_factor))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """A mixture of experts (DeepSpeed Inference, section V): MLPs of the sizes of the `MlpConfig` that it is in."""
+
+    router: RouterConfig
+    shared_hidden: int = 0  # width of an MLP that every token goes through as well; 0: there is none
+    shared_mix: SharedMix = SharedMix.ADD
+
+    def __post_init__(self) -> None:
+        if self.shared_hidden < 0:
+            raise ValueError(f"MoeConfig.shared_hidden must be >= 0, got {self.shared_hidden}.")
+        if self.shared_mix is not SharedMix.ADD and not self.shared_hidden:
+            raise ValueError(f"MoeConfig.shared_mix={self.shared_mix} needs a shared MLP: shared_hidden >= 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpConfig:
     """The feed-forward block."""
 
-    hidden: int
+    hidden: int  # with experts: of each
     activation: Activation
     gated: bool = False  # multiply the activation by a second projection (SwiGLU, GeGLU)
     bias: bool = False
+    moe: MoeConfig | None = None  # None: one MLP for all tokens
 
     def __post_init__(self) -> None:
         _require_positive(self, "hidden")
+
+    @property
+    def shared(self) -> "MlpConfig | None":
+        """The MLP beside the experts that every token goes through."""
+        if self.moe is None or not self.moe.shared_hidden:
+            return None
+        return dataclasses.replace(self, hidden=self.moe.shared_hidden, moe=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +354,12 @@ class _LayersConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "embed", "layers")
         _require_layers(self, self.layers)
+        if self.mlp.moe is not None and not isinstance(self, DecoderConfig):
+            raise ValueError(f"{type(self).__name__}.mlp.moe is not implemented: only decoders have experts.")
+
+    def mlp_in(self, layer: int) -> MlpConfig:
+        """Return the MLP of one layer."""
+        return self.mlp
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -264,7 +369,7 @@ class _LayersConfig:
 
     def _computed_by(self, layer: int) -> tuple[object, ...]:
         """Return all that layers may differ in besides their weights."""
-        return self.attention.score_scale(layer), self.attention.window(layer)
+        return self.attention.score_scale(layer), self.attention.window(layer), self.mlp_in(layer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,6 +418,7 @@ class DecoderConfig(_TransformerConfig):
 
     block: BlockKind = BlockKind.SEQUENTIAL
     layer_positions: tuple[PositionsConfig, ...] = ()  # rotary or none, cycled over layers; empty: `positions` in all
+    layer_mlps: tuple[MlpConfig, ...] = ()  # cycled over layers; empty: `mlp` in all
     embed_norm: bool = False  # normalise the embeddings (BLOOM)
     embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
     word_embed: int | None = None  # width of the embeddings and the head, projected to and from embed (OPT-350m)
@@ -333,6 +439,8 @@ class DecoderConfig(_TransformerConfig):
         scope = self.attention.qk_norm_scope
         if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
             raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
+        if self.moe_layers and self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+            raise ValueError(f"DecoderConfig.block={self.block} is not implemented with experts; use sequential.")
         if self.residual_scale != 1.0 and self.block is not BlockKind.SEQUENTIAL:
             raise ValueError(f"DecoderConfig.residual_scale={self.residual_scale} needs sequential blocks.")
         if self.word_embed is not None:
@@ -345,6 +453,14 @@ class DecoderConfig(_TransformerConfig):
 
     def positions_in(self, layer: int) -> PositionsConfig:
         return self.layer_positions[layer % len(self.layer_positions)] if self.layer_positions else self.positions
+
+    def mlp_in(self, layer: int) -> MlpConfig:
+        return self.layer_mlps[layer % len(self.layer_mlps)] if self.layer_mlps else self.mlp
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(layer for layer in range(self.layers) if self.mlp_in(layer).moe is not None)
 
     def for_context(self, context: int) -> "DecoderConfig":
         """Return the config in an engine whose requests have at most so many tokens; weights and caches are as here."""

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.checkpoints import Leaf
-from jaxinfer.models.config import AttentionConfig, ModelConfig, TransformerConfig, VisionConfig
+from jaxinfer.models.config import AttentionConfig, DecoderConfig, ModelConfig, TransformerConfig, VisionConfig
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
@@ -102,6 +102,10 @@ def fit(
     if isinstance(config, VisionConfig) and mesh is not None and mesh.size > 1:
         raise ValueError(
             f"mesh {_shape_text(mesh)}: a model of images ({kind_of(config)}) runs on one device; give it no mesh."
+        )
+    if isinstance(config, DecoderConfig) and config.moe_layers and mesh is not None and mesh.size > 1:
+        raise ValueError(
+            f"mesh {_shape_text(mesh)}: a mixture of experts is not implemented on several devices; give it no mesh."
         )
     if mesh is None or isinstance(config, VisionConfig):
         return Fitting(original=config, config=config)

@@ -69,6 +69,16 @@ def layer_of(name: str) -> int | None:
     return int(rest[0]) if first == "layers" else None
 
 
+def part_of(name: str) -> tuple[str, int | None]:
+    """Return the leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
+
+    >>> part_of("layers.0.mlp.experts.down.weight.7")
+    ('layers.0.mlp.experts.down.weight', 7)
+    """
+    whole, _, last = name.rpartition(".")
+    return (whole, int(last)) if last.isdigit() else (name, None)
+
+
 def scale_name(name: str) -> str:
     """Return the leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"

@@ -24,6 +24,7 @@ def top_k_gating(
     logits: jax.Array,
     k: int,
     *,
+    valid: jax.Array | None = None,
     capacity: int | None = None,
     normalize: bool = True,
     scoring: Scoring = "softmax",
@@ -39,6 +40,8 @@ def top_k_gating(
       logits: [N, E]; converted to float32. Infinite ones count as the largest finite numbers, NaN as the lowest, so
         that every field of the result is finite and in its range whatever the logits are.
       k: experts per token, all different.
+      valid: bool [N], which tokens are no padding. The weights of the others are 0, they take none of the capacity, and
+        they have no experts read that no valid token has. None: all.
       capacity: None keeps every choice, R = N * k. A number gives each expert that many rows, R = E * capacity; later
         tokens' choices that do not fit are dropped.
       normalize: the k weights of a token sum to `scale` (Mixtral; Qwen-MoE's norm_topk_prob=true); of softmax scores
@@ -64,7 +67,7 @@ def top_k_gating(
         scale=scale,
     )
     rule.check(logits.shape[1])
-    return _top_k_gating(logits.astype(jnp.float32), selection_bias, rule=rule)
+    return _top_k_gating(logits.astype(jnp.float32), selection_bias, valid, rule=rule)
 
 
 def permute(x: jax.Array, routing: Routing) -> jax.Array:

@@ -9,19 +9,27 @@ from jaxinfer.pallas_kernels.moe.routing import Routing, Rule, finite, limit_cap
 from jaxinfer.pallas_kernels.weights import Weights, dequantize, is_int8, quantize_rows
 
 
-def top_k_gating(logits: jax.Array, selection_bias: jax.Array | None = None, *, rule: Rule) -> Routing:
+def top_k_gating(
+    logits: jax.Array, selection_bias: jax.Array | None = None, valid: jax.Array | None = None, *, rule: Rule
+) -> Routing:
     """Route each token to its experts. Arguments as of `api`."""
     tokens, num_experts = logits.shape
     k = rule.k
     logits = finite(logits)
     experts = lax.top_k(_ranking(logits, selection_bias, rule), k)[1].astype(jnp.int32)
-    choices = experts.reshape(-1)
-    sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1)
+    weights = _weights(logits, experts, rule)
+    if valid is not None:
+        weights = jnp.where(valid[:, None], weights, 0.0)
+    choices = (experts if valid is None else jnp.where(valid[:, None], experts, num_experts)).reshape(-1)
+    sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1, mode="drop")
     offsets = jnp.cumsum(sizes) - sizes
     order = jnp.argsort(choices, stable=True).astype(jnp.int32)  # row -> choice
     rows = jnp.zeros_like(choices).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    weights = _weights(logits, experts, rule)
-    routing = Routing(experts, weights, rows.reshape(tokens, k), order // k, offsets, sizes)
+    token_of_row = order // k
+    if valid is not None:  # rows of padding come last, and are empty
+        rows = jnp.where(choices < num_experts, rows, tokens * k)
+        token_of_row = jnp.where(jnp.arange(tokens * k) < jnp.sum(sizes), token_of_row, tokens)
+    routing = Routing(experts, weights, rows.reshape(tokens, k), token_of_row, offsets, sizes)
     return routing if rule.capacity is None else limit_capacity(routing, rule.capacity)
 
 

@@ -81,7 +81,7 @@ def limit_capacity(routing: Routing, capacity: int) -> Routing:
     """Give every expert `capacity` rows and drop the choices that do not fit."""
     (tokens, k), experts = routing.experts.shape, len(routing.sizes)
     positions = routing.rows - routing.offsets[routing.experts]  # among the expert's rows
-    kept = positions < capacity
+    kept = (positions < capacity) & (routing.rows < tokens * k)
     rows = jnp.where(kept, routing.experts * capacity + positions, experts * capacity)
     token_of_choice = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), k)
     return Routing(

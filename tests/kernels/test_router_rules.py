@@ -140,3 +140,20 @@ def test_a_rule_limits_capacity_too():
 def test_a_rule_that_cannot_be_followed_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         top_k_gating(jnp.zeros((3, 8)), **options)
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_padding_has_no_rows_and_no_share_of_the_capacity(capacity):
+    logits = np.random.default_rng(3).standard_normal((7, 4)).astype(np.float32)
+    valid = np.array([True, False, True, True, False, False, True])
+    logits[~valid] = 30 * np.eye(4, dtype=np.float32)[3]  # padding would fill expert 3
+    padded = top_k_gating(jnp.asarray(logits), 2, valid=jnp.asarray(valid), capacity=capacity)
+    alone = top_k_gating(jnp.asarray(logits[valid]), 2, capacity=capacity)
+    np.testing.assert_array_equal(padded.sizes, alone.sizes)
+    np.testing.assert_array_equal(padded.weights[valid], alone.weights)
+    np.testing.assert_array_equal(padded.weights[~valid], 0)
+    kept, total = np.asarray(padded.rows) < len(padded.tokens), len(padded.tokens)
+    np.testing.assert_array_equal(kept[valid], np.asarray(alone.rows) < len(alone.tokens))
+    assert not kept[~valid].any()
+    assert sorted(np.asarray(padded.tokens).tolist())[: kept.sum()] == sorted(np.repeat(np.arange(7), 2)[kept.ravel()])
+    assert (np.asarray(padded.tokens) == 7).sum() == total - kept.sum()

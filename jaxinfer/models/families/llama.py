@@ -69,9 +69,11 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
 def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, Source]:
     """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out.
 
+    Experts are left to their family.
+
     rotates_pairs: whether rotated features of a head lie in pairs (2i, 2i + 1), as in Command R.
     """
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    attention, embed = config.attention, config.embed
     shifted = config.norm.kind is NormKind.LAYER
     join = by_kv_head_from_pairs(attention, config.positions.rotary_dim) if rotates_pairs else by_kv_head(attention)
     sources = table("embed.table", "embed_tokens.weight", config.vocab, embed)
@@ -81,8 +83,6 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
-        gate, up = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
-        inner, combine = ((gate, up), alternate) if config.mlp.gated else ((up,), only)
         sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
             | linear(
@@ -100,15 +100,7 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
                 attention.q_heads * attention.head_dim,
                 bias=attention.out_bias,
             )
-            | linear(
-                f"{layer}.mlp.gate_up",
-                inner,
-                (hidden,) * len(inner),
-                embed,
-                bias=config.mlp.bias,
-                combine=combine,
-            )
-            | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
+            | _mlp(f"{layer}.mlp", config.mlp_in(i), embed)
         )
         if config.block is not BlockKind.PARALLEL:
             sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
@@ -116,6 +108,16 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
             for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
                 sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
     return sources
+
+
+def _mlp(module: str, mlp: MlpConfig, embed: int) -> dict[str, Source]:
+    if mlp.moe is not None:
+        return {}
+    gate, up = f"{module}.gate_proj", f"{module}.up_proj"
+    inner, combine = ((gate, up), alternate) if mlp.gated else ((up,), only)
+    outputs = (mlp.hidden,) * len(inner)
+    gate_up = linear(f"{module}.gate_up", inner, outputs, embed, bias=mlp.bias, combine=combine)
+    return gate_up | linear(f"{module}.down", (f"{module}.down_proj",), (embed,), mlp.hidden, bias=mlp.bias)
 
 
 def qk_norm_sizes(attention: AttentionConfig) -> tuple[int, int]:

@@ -25,11 +25,15 @@ class Source:
       names: the tensors it needs.
       shapes: their shapes.
       combine: makes the leaf from the tensors, in the order of `names`.
+      index: which matrix of its tensors it is made of, where each has one for every expert; None: of whole tensors.
+      instead: made so by checkpoints in another layout, which have its tensors and not these.
     """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     combine: Callable[..., np.ndarray]
+    index: int | None = None
+    instead: "Source | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,11 @@ def plan(
       described_by: where the config comes from, for errors.
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
-    sources = family.sources(config)
+    there = {family.plain_name(name) for name in available}
+    sources = {
+        leaf: s.instead if s.instead is not None and there.issuperset(s.instead.names) else s
+        for leaf, s in family.sources(config).items()
+    }
     needed = {name: shape for s in sources.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     actual: dict[str, str] = {}  # plain name -> the checkpoint's
     unexpected = []

@@ -43,7 +43,7 @@ from jaxinfer.models.families import (
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
 from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
-from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
+from jaxinfer.models.leaves import canonical_leaves, part_of, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 from jaxinfer.progress import ProgressOption, long_work, showing
@@ -135,13 +135,14 @@ class HuggingFaceModel:
 
     @property
     def leaf_names(self) -> tuple[str, ...]:
-        """The leaves that its tensors make."""
+        """The leaves that its tensors make; of those with a part for each expert (`Leaf.parts`) the parts."""
         return tuple(self._plan)
 
     def read(self, name: str) -> np.ndarray:
-        """Return one leaf in our layout, in the checkpoint's dtype."""
+        """Return one leaf in our layout, or one expert's part of it, in the checkpoint's dtype."""
         source = self._plan[name]
-        return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
+        index = () if source.index is None else (source.index,)
+        return source.combine(*(self._tensors.read(tensor, *index) for tensor in source.names))
 
     def tokenizer_files(self) -> Mapping[str, bytes | pathlib.Path]:
         """Return the files of the tokenizer by name: their contents, or where they are; none for models of images."""
@@ -246,9 +247,12 @@ def convert(
         writer.add_file(CONFIG, description.to_json())
         if source:
             writer.add_file(SOURCE, msgspec.json.format(msgspec.json.encode(source), indent=2) + b"\n")
-        for name, array in _stored_leaves(model, leaves):
-            writer.add(name, array, leaves[name].axes)
-            work.advance(leaves[name].bytes)
+        for name, index, array in _stored_leaves(model, leaves):
+            if index is None:
+                writer.add(name, array, leaves[name].axes)
+            else:
+                writer.add_part(name, index, array, leaves[name])
+            work.advance(array.nbytes)
     return description
 
 
@@ -269,13 +273,18 @@ def source_of(path: str | os.PathLike[str]) -> str:
     )
 
 
-def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each leaf of the model directory; the scales of a quantised matrix follow it."""
-    for name in source.leaf_names:
+def _stored_leaves(
+    source: HuggingFaceModel, leaves: Mapping[str, Leaf]
+) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """Yield each leaf of the model directory, or an expert's part of it; the scales of a quantised matrix follow it."""
+    for read in source.leaf_names:
+        name, index = part_of(read)
         if (quantized := quantized_format(leaves[name].dtype)) is None:
-            yield name, _cast(source, name, leaves[name].dtype)
+            yield name, index, _cast(source, read, leaves[name].dtype)
         else:
-            yield from zip((name, scale_name(name)), _quantize(source.read(name), quantized), strict=True)
+            matrix, scale = _quantize(source.read(read), quantized)
+            yield name, index, matrix
+            yield scale_name(name), index, scale
 
 
 def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:

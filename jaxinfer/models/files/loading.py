@@ -150,6 +150,7 @@ class OpenedModel:
             mesh=self.mesh,
             rules=self.rules,
             dtype=self.weights.dtype,
+            keep=lambda name: self.shapes[name].dtype == self.manifest.leaves[name].dtype,
             only=only,
             takes=self.fitting.of_leaf,
         )

@@ -74,6 +74,11 @@ class ForwardContext(NamedTuple):
         slots = len(adapters.qkv.a)
         return cls(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
 
+    @property
+    def valid(self) -> jax.Array:
+        """Which of the packed tokens are no padding, bool [N]."""
+        return pack(group.positions for group in self.groups) >= 0
+
     def adapter_deltas(self, adapters: LayerAdapters | None) -> AdapterDeltas:
         """Bind a layer's adapters to the tokens of this pass."""
         if adapters is None or self.adapter_one_hot is None:

@@ -11,6 +11,7 @@ from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.layers.linear import PartialSum
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
+from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
@@ -21,6 +22,7 @@ class TransformerLayer(nnx.Module):
     """One layer of a decoder, an encoder or a vision transformer.
 
     Attributes:
+      mlp: an MLP, or a mixture of experts.
       attention_norm: before attention; in a post-norm or reordered block after it.
       mlp_norm: before the MLP; in a post-norm or reordered block after it. A parallel block does not have it.
       attention_post_norm: after attention; only a sandwich block has it.
@@ -45,7 +47,8 @@ class TransformerLayer(nnx.Module):
         )
         if self.block is not BlockKind.PARALLEL:
             self.mlp_norm = Norm(cfg.embed, cfg.norm)
-        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
+        mlp = cfg.mlp_in(layer)
+        self.mlp = (Mlp if mlp.moe is None else Moe)(cfg.embed, mlp, weights, rngs=rngs)
         if self.block is BlockKind.SANDWICH:
             self.attention_post_norm, self.mlp_post_norm = Norm(cfg.embed, cfg.norm), Norm(cfg.embed, cfg.norm)
 
@@ -64,6 +67,8 @@ class TransformerLayer(nnx.Module):
         if self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
             return self._add_both(x, heads, deltas), cache
         x = self.add_attention(x, heads, deltas)
+        if isinstance(self.mlp, Moe):
+            return self.add_experts(x, forward_context.valid), cache
         return self.add_mlp(x, deltas), cache
 
     @property
@@ -97,6 +102,7 @@ class TransformerLayer(nnx.Module):
     @jax.named_scope("mlp")
     def add_mlp(self, x: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
         """Add the MLP to the residual stream in a block that is not parallel: [N, D] -> [N, D]."""
+        assert isinstance(self.mlp, Mlp)
         hidden = functools.partial(self.mlp.hidden, x, adapter_delta=deltas.gate_up)
         down, delta = self.mlp.down, deltas.down
         match self.block:
@@ -111,6 +117,28 @@ class TransformerLayer(nnx.Module):
             case _:
                 return down.linear_residual(hidden(self.mlp_norm), x, adapter_delta=delta)
 
+    @jax.named_scope("moe")
+    def add_experts(self, x: jax.Array, valid: jax.Array) -> jax.Array:
+        """Add the mixture of experts to the residual stream, [N, D]; valid: bool [N], which tokens are no padding."""
+        assert isinstance(self.mlp, Moe)
+        return self.join_mlp(x, self.mlp(self.before_mlp(x), valid))
+
+    def before_mlp(self, x: jax.Array) -> jax.Array:
+        """Return what the MLP takes of the residual stream: [N, D] -> [N, D]."""
+        return x if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.mlp_norm(x)
+
+    def join_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Join what an MLP gave, [N, D], to the residual stream."""
+        match self.block:
+            case BlockKind.SANDWICH:
+                return x + self.mlp_post_norm(y)
+            case BlockKind.REORDERED:
+                return x + self.mlp_norm(y)
+            case BlockKind.POST_NORM:
+                return self.mlp_norm(x + y)
+            case _:
+                return x + (y if self.residual_scale == 1.0 else self.residual_scale * y)
+
     def _add_both(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas) -> jax.Array:
         """Add attention and the MLP of a parallel block, which both begin at x; arguments as for `add_attention`.
 
@@ -121,6 +149,7 @@ class TransformerLayer(nnx.Module):
             add = self.attention.out.partial_sum if one_sum else self.attention.out.linear_residual
             y = add(heads, x, adapter_delta=deltas.out)
         with jax.named_scope("mlp"):
+            assert isinstance(self.mlp, Mlp)
             norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
             hidden = self.mlp.hidden(x, norm, adapter_delta=deltas.gate_up)
             if isinstance(y, PartialSum):

@@ -24,14 +24,22 @@ from jaxinfer.sharding.collectives import axis_size, local_index, psum
 
 
 def _matrix(
-    shape: tuple[int, int], axes: tuple[str, str], dtype: np.dtype, quantized: QuantizedFormat | None, rngs: nnx.Rngs
+    shape: tuple[int, ...], axes: tuple[str, ...], dtype: np.dtype, quantized: QuantizedFormat | None, rngs: nnx.Rngs
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """Make a matrix and its scales: random in float, zero if quantised. axes: names of (outputs, inputs)."""
+    """Make a matrix, or several, and the scales: random in float, zero if quantised.
+
+    Args:
+      shape: (outputs, inputs), or with the number of matrices before them.
+      axes: the names of these dimensions.
+    """
     if quantized is None:
         return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype), axes=axes), None
     weight, scale = quantize(jnp.zeros(shape, jnp.float32), quantized)
     assert scale is not None
-    return nnx.Param(weight, axes=axes), nnx.Param(scale, axes=axes[:1] if scale.ndim == 1 else axes[::-1])
+    grouped = scale.ndim == len(shape)  # int4: [groups of inputs, outputs]
+    return nnx.Param(weight, axes=axes), nnx.Param(
+        scale, axes=(*axes[:-2], axes[-1], axes[-2]) if grouped else axes[:-1]
+    )
 
 
 def _weights(weight: nnx.Param, scale: nnx.Param | None) -> Weights:
@@ -171,6 +179,41 @@ class Linear(nnx.Module):
         if adapter_delta is not None:
             y += adapter_delta(x)
         return y if residual is None else y + residual
+
+
+class Stack(nnx.Module):
+    """Matrices of the same shape, one for each expert, which `pallas_kernels.moe` multiplies with.
+
+    Attributes:
+      weight: [E, N, K], or as `pallas_kernels.Weights` packs it.
+      scale: the scales of quantised weights, else None.
+      bias: float32 [E, N], or None.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        weights: WeightFormat,
+        *,
+        axes: tuple[str, str],  # names of (outputs, inputs)
+        bias: bool,
+        rngs: nnx.Rngs,
+    ):
+        shape, names = (count, outputs, inputs), ("experts", *axes)
+        self.weight, self.scale = _matrix(shape, names, weights.dtype, weights.of_matrix(inputs), rngs)
+        self.bias = nnx.Param(jnp.zeros(shape[:2], jnp.float32), axes=names[:2]) if bias else None
+
+    @property
+    def weights(self) -> Weights:
+        """The matrices as an operand of `pallas_kernels`."""
+        return _weights(self.weight, self.scale)
+
+    @property
+    def biases(self) -> jax.Array | None:
+        """float32 [E, N], or None."""
+        return None if self.bias is None else self.bias[...]
 
 
 class Embedding(nnx.Module):

@@ -164,7 +164,9 @@ class _PlaceScratch(NamedTuple):
     positions: Ref
 
 
-def top_k_gating(logits: jax.Array, selection_bias: jax.Array | None = None, *, rule: Rule) -> Routing:
+def top_k_gating(
+    logits: jax.Array, selection_bias: jax.Array | None = None, valid: jax.Array | None = None, *, rule: Rule
+) -> Routing:
     """Route each token to its experts. Arguments as of `api`. Raises UnsupportedError."""
     (tokens, experts), k = logits.shape, rule.k
     if rule.scoring != "softmax" or selection_bias is not None or rule.limits_groups:
@@ -173,6 +175,10 @@ def top_k_gating(logits: jax.Array, selection_bias: jax.Array | None = None, *, 
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {experts}")
     if k > _MAX_K:
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_K} experts per token, got {k}")
+    if valid is not None and rule.capacity is not None:
+        raise UnsupportedError("top_k_gating takes no capacity beside padding")
+    if valid is not None:  # padding goes where a valid token goes, so that no further expert is read
+        logits = jnp.where(valid[:, None], logits, logits[jnp.argmax(valid)])
     tile = min(_TILE, 4 * pl.cdiv(tokens, 4))
     plan = Plan(tokens=tokens, experts=experts, k=k, normalize=rule.normalize, tile=tile)
     require_shared_bytes(plan.shared_bytes)
@@ -185,6 +191,8 @@ def top_k_gating(logits: jax.Array, selection_bias: jax.Array | None = None, *, 
         tables = _launch_place(plan, _PlaceInputs(gated.experts, gated.counts))
     assert tables is not None
     chosen, weights, rows = (x.reshape(tokens, k) for x in (gated.experts, gated.weights, tables.rows))
+    if valid is not None:
+        weights = jnp.where(valid[:, None], weights, 0.0)
     routing = Routing(chosen, weights * rule.scale, rows, tables.tokens, tables.offsets, tables.sizes)
     return routing if rule.capacity is None else limit_capacity(routing, rule.capacity)
 
