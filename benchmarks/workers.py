@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from jaxinfer.compiled import cache_folder
 
 PEERS = Path(__file__).parent / "peers"
 JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
-# (engine, dtype) -> its script, and the file or directory of the work folder that it loads.
-ENGINES = {
-    ("jaxinfer", "float32"): ("run_jaxinfer.py", "jaxinfer"),
-    ("jaxinfer", "int8"): ("run_jaxinfer.py", "jaxinfer"),
-    ("jaxinfer", "bfloat16"): ("run_jaxinfer.py", "jaxinfer"),
+OUR_SCRIPT = "run_jaxinfer.py"
+Engines = Mapping[tuple[str, str], tuple[str, ...]]
+# (engine, dtype) -> its script, the file or directory of the work folder that it loads, and further arguments.
+ENGINES: Engines = {
+    ("jaxinfer", "float32"): (OUR_SCRIPT, "jaxinfer"),
+    ("jaxinfer", "int8"): (OUR_SCRIPT, "jaxinfer"),
+    ("jaxinfer", "bfloat16"): (OUR_SCRIPT, "jaxinfer"),
     ("ctranslate2", "float32"): ("run_ctranslate2.py", "ct2-float32"),
     ("ctranslate2", "int8"): ("run_ctranslate2.py", "ct2-int8"),
     ("llama.cpp", "float32"): ("run_llama_cpp.py", "f32.gguf"),
@@ -41,6 +43,18 @@ REMEDY = (
 OWN_MODEL = "llama-213m"
 MODELS = {OWN_MODEL: "2.7 GB", "qwen3-0.6b": "10 GB", "gemma3-1b": "16 GB"}
 """The presets that engines are compared with, in random weights, and what all formats take on disk."""
+MOE_MODEL = "qwen3-moe-690m"
+"""A small Qwen3-MoE of random weights; it takes 9 GB on disk in all formats."""
+MOE_ENGINES: Engines = {
+    ("jaxinfer", "float32"): (OUR_SCRIPT, "jaxinfer"),
+    ("jaxinfer", "int8"): (OUR_SCRIPT, "jaxinfer"),
+    ("llama.cpp", "float32"): ("run_llama_cpp.py", "f32.gguf"),
+    ("llama.cpp", "int8"): ("run_llama_cpp.py", "q8_0.gguf"),
+    ("transformers eager", "float32"): ("run_transformers.py", "hf", "eager"),
+    ("transformers batched_mm", "float32"): ("run_transformers.py", "hf", "batched_mm"),
+    ("transformers grouped_mm", "float32"): ("run_transformers.py", "hf", "grouped_mm"),
+}
+"""As `ENGINES`, for `MOE_MODEL`; the third is how transformers computes experts."""
 
 
 class EngineError(SystemExit):
@@ -68,7 +82,8 @@ class Worker:
 
     def __init__(self, engine: str, dtype: str, command: list[str]):
         self.engine, self.dtype = engine, dtype
-        env = {**os.environ, "PYTHONPATH": str(ROOT)} if engine == "jaxinfer" else None  # this tree, however installed
+        self.is_ours = any(str(part).endswith(OUR_SCRIPT) for part in command)
+        env = {**os.environ, "PYTHONPATH": str(ROOT)} if self.is_ours else None  # this tree, however installed
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
         ready = self._answer()
@@ -95,7 +110,7 @@ class Worker:
         if status == -signal.SIGKILL:
             return "was killed (SIGKILL), perhaps because memory had run out."
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        remedy = "" if self.engine == "jaxinfer" else f" If its packages are missing or damaged, {REMEDY}"
+        remedy = "" if self.is_ours else f" If its packages are missing or damaged, {REMEDY}"
         return f"{how}; its own message is above.{remedy}"
 
     def close(self) -> int:
@@ -141,7 +156,8 @@ def make_models(folder: Path, peer_python: Path, model: str = OWN_MODEL) -> None
     if not (folder / "hf").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            print(f"Writing {model} in every engine's format to {folder} ({MODELS[model]})", flush=True)
+            size = MODELS.get(model, "9 GB")
+            print(f"Writing {model} in every engine's format to {folder} ({size})", flush=True)
             made = Path(temporary) / "models"
             if status := subprocess.run([peer_python, PEERS / "make_model.py", made, model]).returncode:
                 raise EngineError(f"The peers could not write the model (status {status}; see above): {REMEDY}")
@@ -152,14 +168,16 @@ def make_models(folder: Path, peer_python: Path, model: str = OWN_MODEL) -> None
 
 
 @contextmanager
-def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
+def workers(
+    dtype: str, folder: Path, peer_python: Path, threads: int, engines: Engines = ENGINES
+) -> Iterator[list[Worker]]:
     """Run the processes of all engines that run this dtype; they end on exit."""
     with ExitStack() as stack:
         processes = []
-        for (engine, engine_dtype), (script, part) in ENGINES.items():
+        for (engine, engine_dtype), (script, part, *more) in engines.items():
             if engine_dtype == dtype:
-                python = sys.executable if engine == "jaxinfer" else str(peer_python)
-                command = [python, str(PEERS / script), str(folder / part), dtype, str(threads)]
+                python = sys.executable if script == OUR_SCRIPT else str(peer_python)
+                command = [python, str(PEERS / script), str(folder / part), dtype, str(threads), *more]
                 processes.append(Worker(engine, dtype, command))
                 stack.callback(processes[-1].close)
         yield processes

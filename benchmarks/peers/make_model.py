@@ -1,7 +1,7 @@
 """Write a random model in every peer's format: `make_model.py OUT_DIR MODEL`, a name of `MODELS`.
 
 OUT_DIR will contain `hf/` (config, safetensors, a tokenizer whose tokens are t0, t1, ...), `ct2-float32/`, `ct2-int8/`,
-and `f32.gguf`, `bf16.gguf`, `q8_0.gguf`.
+and `f32.gguf`, `bf16.gguf`, `q8_0.gguf`. A mixture of experts has no `ct2-*`, since CTranslate2 has none, and no bf16.
 """
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
@@ -51,6 +51,20 @@ MODELS = {
         sliding_window=512,
         layer_types=["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
     ),
+    "qwen3-moe-690m": transformers.Qwen3MoeConfig(
+        num_hidden_layers=8,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=384,
+        norm_topk_prob=True,  # as llama.cpp takes for granted
+        intermediate_size=3072,
+        vocab_size=32_000,
+        max_position_embeddings=2048,
+    ),
 }
 """Shapes: a small Llama of our own, and those of two published models."""
 
@@ -77,6 +91,18 @@ def interleaved(weight, heads):
 
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma3_text": gguf.MODEL_ARCH.GEMMA3}
+ARCHITECTURES["qwen3_moe"] = gguf.MODEL_ARCH.QWEN3MOE
+
+
+def apart(state):
+    """Yield tensors by name, with gates and ups of all experts apart, as GGUF has them."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gates, ups = tensor.chunk(2, dim=1)
+            yield name.replace("gate_up_proj", "gate_proj.weight"), gates
+            yield name.replace("gate_up_proj", "up_proj.weight"), ups
+        else:
+            yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", tensor
 
 
 def write_gguf(file, model, kind):
@@ -101,7 +127,11 @@ def write_gguf(file, model, kind):
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    if family == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name, tensor in apart(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         weight = tensor.float().numpy()
@@ -111,7 +141,8 @@ def write_gguf(file, model, kind):
             weight = interleaved(weight, config.num_key_value_heads)
         if family == "gemma3_text" and weight.ndim == 1:
             weight = 1 + weight  # Gemma multiplies by it
-        matrix = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        is_router = name.endswith("mlp.gate.weight")
+        matrix = kind if weight.ndim > 1 and not is_router else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(weight), matrix)
         known = names.get_name(name, try_suffixes=(".weight",))
         assert known is not None, name
@@ -127,10 +158,14 @@ def main(out, name):
     out.mkdir(parents=True)
     hf = out / "hf"
     model = write_hf(hf, MODELS[name])
+    types = gguf.GGMLQuantizationType
+    if model.config.model_type == "qwen3_moe":
+        write_gguf(out / "f32.gguf", model, types.F32)
+        write_gguf(out / "q8_0.gguf", model, types.Q8_0)
+        return
     for kind in (None, "int8"):
         converter = ctranslate2.converters.TransformersConverter(str(hf))
         converter.convert(str(out / f"ct2-{kind or 'float32'}"), quantization=kind)
-    types = gguf.GGMLQuantizationType
     for name, kind in (("f32", types.F32), ("bf16", types.BF16), ("q8_0", types.Q8_0)):
         write_gguf(out / f"{name}.gguf", model, kind)
 

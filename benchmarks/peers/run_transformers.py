@@ -1,4 +1,7 @@
-"""Hugging Face transformers on torch: `run_transformers.py MODEL_DIR DTYPE THREADS`."""
+"""Hugging Face transformers on torch: `run_transformers.py MODEL_DIR DTYPE THREADS [EXPERTS]`.
+
+EXPERTS: its way to compute a mixture of experts, "eager", "batched_mm" or "grouped_mm".
+"""
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
@@ -17,11 +20,12 @@ class Transformers:
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
     ways: ClassVar = [{"batch": batch, "order": order} for batch in (64, 32, 16, 8) for order in ("output", "prompt")]
 
-    def __init__(self, folder, dtype, threads):
+    def __init__(self, folder, dtype, threads, experts=None):
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        options = {"experts_implementation": experts} if experts else {}
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
         self.model = model.eval()
         self.batch, self.cache, self.last = 0, None, None
 
@@ -84,4 +88,4 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    serve(lambda: Transformers(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    serve(lambda: Transformers(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:]))

@@ -1,0 +1,1 @@
+"""Mixtures of experts measured, a part a file: `python -m benchmarks.moe`."""

@@ -1,0 +1,36 @@
+"""Mixtures of experts, measured.
+
+    python -m benchmarks.moe [--part NAME ...] [--json benchmarks/results/KIND/moe.json]
+
+Parts, in processes of their own where engines are compared: `models` has decode steps of a mixture against dense models
+of the active size and as large as the experts touched, and a random Qwen3-MoE against transformers and llama.cpp. The
+JSON is rewritten after every figure.
+"""
+
+import argparse
+import importlib
+
+from benchmarks.report import Report
+from benchmarks.workers import add_options
+
+PARTS = ("models",)
+"""The modules that measure, each by its `run`."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="measure this part alone; may be repeated")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds in which all take turns")
+    add_options(parser)
+    args = parser.parse_args()
+    args.work_dir = args.work_dir.with_name("moe")
+    report = Report()
+    report.print_header()
+    for part in args.part or PARTS:
+        importlib.import_module(f"benchmarks.moe.{part}").run(report, args)
+        report.save(args.json)
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
