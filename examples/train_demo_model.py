@@ -16,7 +16,7 @@ import hashlib
 import lzma
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from orbax.checkpoint import v1 as ocp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxinfer.checkpoints import Layout as FileLayout
+from jaxinfer.models.abstract import split_model
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -260,22 +262,30 @@ def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array])
     return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.weight[...])
 
 
-def feed_forward(module: Mlp, x: jax.Array) -> jax.Array:
+def feed_forward(module: nnx.Module, x: jax.Array) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`, gate and up as two products: splitting weights is cheaper than activations."""
+    assert isinstance(module, Mlp)
     weight = module.gate_up.weight[...]
     gate, up = linear(x, weight[0::2]).astype(jnp.float32), linear(x, weight[1::2]).astype(jnp.float32)
     return linear((jax.nn.silu(gate) * up).astype(x.dtype), module.down.weight[...])
 
 
-def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
-    """Compute `model.logits(model(tokens, positions)[0])`: int32 [B, T] -> float32 [B, T, V]."""
+def logits(
+    model: Decoder,
+    tokens: jax.Array,
+    dtype=jnp.bfloat16,
+    mlp: Callable[[nnx.Module, jax.Array], jax.Array] = feed_forward,
+) -> jax.Array:
+    """Compute `model.logits(model(tokens, positions)[0])`: int32 [B, T] -> float32 [B, T, V].
+
+    mlp: computes a layer's feed-forward block, [B, T, D] -> [B, T, D].
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     rotary = rotary_table(model.cfg.positions, positions)
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
         x += attend(layer.attention, layer.attention_norm(x), rotary)
-        assert isinstance(layer.mlp, Mlp)
-        x += feed_forward(layer.mlp, layer.mlp_norm(x))
+        x += mlp(layer.mlp, layer.mlp_norm(x))
     assert model.final_norm is not None
     return linear(model.final_norm(x), model.embed.table[...]).astype(jnp.float32)
 
@@ -310,17 +320,22 @@ def learning_rate(step: jax.Array, spent: jax.Array, peak: float, warmup: int = 
     return peak * jnp.minimum(1.0, (step + 1) / warmup) * jnp.clip((1.0 - spent) / 0.7, 0.0, 1.0)
 
 
+def is_layer_matrix(name: str) -> bool:
+    """Return whether a parameter is a matrix of a layer, which is multiplied in bfloat16; a router's is not."""
+    return name.endswith("weight") and not name.endswith("router.weight")
+
+
 def make_optimizer() -> optax.GradientTransformation:
     """Make the optimiser: Muon for the layers' matrices, AdamW for the rest, at rate 1; the step scales the updates."""
 
     def orthogonalised(params: optax.Params) -> Any:
-        dimensions = optax.contrib.MuonDimensionNumbers()
-        return {name: dimensions if name.endswith("weight") else None for name in cast(dict, params)}
+        dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)  # before them: experts
+        return {name: dimensions if is_layer_matrix(name) else None for name in cast(dict, params)}
 
     muon = optax.contrib.muon(
         1.0,
         weight_decay=0.1,
-        weight_decay_mask=lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
+        weight_decay_mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
         mu_dtype=jnp.bfloat16,
         consistent_rms=0.2,  # updates of AdamW's size, so that both use one rate
         adam_b2=0.98,
@@ -351,13 +366,15 @@ class Trainer:
         """Return the Decoder with these weights."""
         return nnx.merge(self.graphdef, nnx.State(jax.tree.unflatten(self.treedef, [params[n] for n in self.names])))
 
-    def _step(self, state: TrainState, batch: jax.Array, spent: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss(params: dict[str, jax.Array]) -> jax.Array:
-            return cross_entropy(logits(self.model(params), batch[:, :-1]), batch[:, 1:])
+    def loss(self, params: dict[str, jax.Array], batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Compute what a step makes smaller, and the nats per token."""
+        nats = cross_entropy(logits(self.model(params), batch[:, :-1]), batch[:, 1:])
+        return nats, nats
 
-        nats, gradients = jax.value_and_grad(loss)(state.params)
+    def _step(self, state: TrainState, batch: jax.Array, spent: jax.Array) -> tuple[TrainState, jax.Array]:
+        (_, nats), gradients = jax.value_and_grad(self.loss, has_aux=True)(state.params, batch)
         # Muon multiplies matrices in the gradients' dtype, and these were computed in bfloat16.
-        gradients = {n: g.astype(jnp.bfloat16) if n.endswith("weight") else g for n, g in gradients.items()}
+        gradients = {n: g.astype(jnp.bfloat16) if is_layer_matrix(n) else g for n, g in gradients.items()}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         rate = learning_rate(state.step, spent, self.peak)
         params = jax.tree.map(lambda weight, update: weight + rate * update, state.params, updates)
@@ -457,12 +474,12 @@ def evaluate(model: Decoder, tokenizer: Tokenizer, held_out: dict[str, str]) -> 
 
 
 def as_stored(model: Decoder) -> Decoder:
-    """Round the model's matrices to the dtype of the exported checkpoint."""
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(lambda x: x.astype(STORED).astype(x.dtype) if x.ndim == 2 else x, state))
+    """Round the model's weights to their dtypes in the exported checkpoint."""
+    (graph, state), (_, stored) = nnx.split(model), split_model(model.cfg, WeightFormat(dtype=np.dtype(STORED)))
+    return nnx.merge(graph, jax.tree.map(lambda x, kept: x.astype(kept.dtype).astype(x.dtype), state, stored))
 
 
-def export(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
+def export(path: Path, model: Decoder, tokenizer: Tokenizer, layout: FileLayout = "orbax") -> None:
     """Write the model directory."""
     save_model(
         path,
@@ -471,22 +488,28 @@ def export(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
         dtype=STORED,
         tokenizer={"tokenizer.json": tokenizer.to_str().encode()},
         eos_ids=(end_of_text(tokenizer),),
+        layout=layout,
     )
 
 
-def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
-    """Train the tokenizer and the model, export and evaluate it."""
+def prepare(args: argparse.Namespace, vocab: int) -> tuple[Corpus, Tokenizer, np.ndarray]:
+    """Read the corpus, train the tokenizer or take that of the work directory, and encode what is trained on."""
     corpus = read_corpus(args.library)
     texts = list(corpus.training.values())
     args.work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer_file = args.work_dir / "tokenizer.json"
     if not tokenizer_file.exists():
-        train_tokenizer(texts, cfg.vocab).save(str(tokenizer_file))
+        train_tokenizer(texts, vocab).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     stream = encode(tokenizer, texts)
     size = sum(len(text.encode()) for text in texts)
     print(f"Training on {len(texts)} files, {size:,} bytes, {len(stream):,} tokens.", flush=True)
+    return corpus, tokenizer, stream
 
+
+def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
+    """Train the tokenizer and the model, export and evaluate it."""
+    corpus, tokenizer, stream = prepare(args, cfg.vocab)
     trainer = Trainer(cfg, args.learning_rate)
     model = as_stored(trainer.model(train(trainer, stream, args).params))
     if args.export:
@@ -495,8 +518,8 @@ def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
     return model
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str] | None = None, description: str | None = __doc__, **defaults: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, required=True, help="for training states and the tokenizer")
     parser.add_argument("--export", type=Path, help="write the trained model to this model directory")
     parser.add_argument(
@@ -514,6 +537,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="its maximum")
     parser.add_argument("--save-minutes", type=float, default=5)
     parser.add_argument("--log-every", type=int, default=20, help="steps")
+    parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir.absolute()  # Orbax asks for it
     return args

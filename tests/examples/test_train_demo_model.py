@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import pathlib
-import sysconfig
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +39,6 @@ def config(script):
         positions=dataclasses.replace(cfg.positions, rotary_dim=8),
         mlp=MlpConfig(hidden=48, activation=cfg.mlp.activation, gated=True),
     )
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """A few files of the standard library; two are held out, with a test that must not be trained on."""
-    source = pathlib.Path(sysconfig.get_path("stdlib"))
-    copy = tmp_path_factory.mktemp("library")
-    for name in ("abc.py", "copy.py", "bisect.py", "queue.py", "test/test_queue.py"):
-        (copy / name).parent.mkdir(exist_ok=True)
-        (copy / name).write_bytes((source / name).read_bytes())
-    (copy / "again.py").write_bytes((source / "copy.py").read_bytes())
-    return copy
 
 
 def test_corpus_holds_out_and_deduplicates(script, library):
