@@ -1,5 +1,6 @@
-"""A tiny random model with a byte-level tokenizer, as a model directory."""
+"""Tiny random models with a byte-level tokenizer, as model directories: a dense one, and mixtures of experts."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,11 +13,16 @@ from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
+    GroupScore,
     MlpConfig,
+    MoeConfig,
     NormConfig,
     NormKind,
     PositionKind,
     PositionsConfig,
+    RouterConfig,
+    RouterKind,
+    SharedMix,
 )
 from jaxinfer.models.files.loading import save_model
 
@@ -32,6 +38,34 @@ CONFIG = DecoderConfig(
 )
 
 
+def _with_experts(router: RouterConfig, **moe: object) -> MlpConfig:
+    return dataclasses.replace(CONFIG.mlp, hidden=24, moe=MoeConfig(router=router, **moe))
+
+
+_SHARED = _with_experts(RouterConfig(experts=4, experts_per_token=2), shared_hidden=16, shared_mix=SharedMix.GATED)
+_SIGMOID = _with_experts(
+    RouterConfig(
+        experts=8,
+        experts_per_token=2,
+        kind=RouterKind.SIGMOID,
+        selection_bias=True,
+        groups=2,
+        groups_per_token=1,
+        group_score=GroupScore.TOP_2_SUM,
+        scale=1.5,
+    ),
+    shared_hidden=16,
+)
+_CAPACITY = _with_experts(RouterConfig(experts=4, experts_per_token=2, capacity_factor=1.0))
+
+MOE_CONFIGS = {
+    "shared": dataclasses.replace(CONFIG, mlp=_SHARED),
+    "sigmoid": dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, _SIGMOID)),
+    "capacity": dataclasses.replace(CONFIG, mlp=_CAPACITY),
+}
+"""Mixtures of experts: with a gated shared one; with DeepSeek V3's router after a dense layer; that drop tokens."""
+
+
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, and <end> = 256."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -42,13 +76,13 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tiny(path: Path, layout: Layout = "orbax") -> Path:
+def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG) -> Path:
     """Write the model directory; <end> is its end of text."""
     weights = WeightFormat()
-    model = Decoder(CONFIG, weights, rngs=nnx.Rngs(0))
+    model = Decoder(config, weights, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
-    for _, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
-        if variable.ndim == 2:
+    for name, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
+        if variable.ndim >= 2 or name[-1] == "selection_bias":
             variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
     files = {

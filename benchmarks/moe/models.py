@@ -76,7 +76,7 @@ def touched_experts(model: Decoder, rows: int, tokens: int = 64) -> float:
         routing = layer.mlp.route(layer.before_mlp(x).reshape(rows * tokens, -1), None)
         chosen = np.asarray(routing.experts).reshape(rows, tokens, -1)
         counts += [len(np.unique(chosen[:, position])) for position in range(tokens)]
-        x = layer.add_experts(x, context.valid)
+        x = layer.add_experts(x, context)
     return float(np.mean(counts))
 
 

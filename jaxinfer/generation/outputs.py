@@ -2,6 +2,10 @@
 
 import dataclasses
 import enum
+import functools
+import operator
+
+import numpy as np
 
 NO_TOKEN = -1
 """Chosen where no token can be: all scores are -inf, or one is not a number. It ends the completion."""
@@ -34,6 +38,45 @@ class Timings:
     tokens_per_s: float | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertLoad:
+    """Where the routers of a mixture of experts sent tokens, in each of the L layers that have E experts.
+
+    Every token counts that went through the layers, k times for its k experts: of a prompt, without what the prefix
+    cache had; of the output, without the last, which does not go back in; suggested by the n-gram proposer, right or
+    wrong; and computed again after a preemption.
+
+    Attributes:
+      tokens: int64 [L, E], how many tokens were sent to each expert, those that were dropped included.
+      dropped: int64 [L], how many choices were dropped since the expert was full; 0 unless the model has a capacity.
+    """
+
+    tokens: np.ndarray
+    dropped: np.ndarray
+
+    def __add__(self, other: "ExpertLoad") -> "ExpertLoad":
+        return ExpertLoad(tokens=self.tokens + other.tokens, dropped=self.dropped + other.dropped)
+
+    @property
+    def imbalance(self) -> np.ndarray:
+        """The tokens of the busiest expert over those of the mean one: float64 [L], from 1 (even) to E."""
+        return _ratio(self.tokens.max(axis=1), self.tokens.mean(axis=1), nothing=1.0)
+
+    @property
+    def dropped_share(self) -> np.ndarray:
+        """The share of choices that were dropped: float64 [L]."""
+        return _ratio(self.dropped, self.tokens.sum(axis=1), nothing=0.0)
+
+    def __str__(self) -> str:
+        choices, dropped = self.tokens.sum(), self.dropped.sum()
+        share = f", {dropped / choices:.1%} dropped" if dropped else ""
+        return f"{choices:,} choices of experts, imbalance {self.imbalance.mean():.2f}{share}"
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray, *, nothing: float) -> np.ndarray:
+    return np.divide(part, whole, out=np.full(len(whole), nothing), where=whole > 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
     """One continuation of a prompt, whole or (while streaming) as far as it has come.
@@ -51,6 +94,7 @@ class CompletionOutput:
       num_draft_tokens: tokens that the n-gram proposer suggested.
       num_accepted_tokens: suggested tokens that were right.
       error: the error, if `finish_reason` is ERROR.
+      expert_load: where its tokens went in a mixture of experts; None unless the engine has `expert_load=True`.
     """
 
     index: int
@@ -64,6 +108,7 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str | None = None
+    expert_load: ExpertLoad | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,3 +135,9 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all completions have ended."""
         return all(completion.finish_reason is not None for completion in self.outputs)
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """The sum over its completions; None unless the engine has `expert_load=True`."""
+        loads = [completion.expert_load for completion in self.outputs if completion.expert_load is not None]
+        return functools.reduce(operator.add, loads) if loads else None

@@ -162,11 +162,12 @@ def place_model[Config: SharedConfig](
 
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
+    _check_expert_load(opened, config)
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         with _reserved(reservation, opened, None):
             return opened.load(), config
-    for name, only in (("max_decode_passes", 1), ("level", 0)):
+    for name, only in (("max_decode_passes", 1), ("level", 0), ("expert_load", False)):
         if name in given and (value := getattr(config, name, only)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
@@ -177,6 +178,23 @@ def place_model[Config: SharedConfig](
     if isinstance(config, EngineConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
     return model, config
+
+
+def _check_expert_load(model: OpenedModel, config: SharedConfig) -> None:
+    """Raise ValueError for an engine that is to count what a model does not have."""
+    if not isinstance(config, EngineConfig) or not config.expert_load:
+        return
+    decoder = model.config
+    assert isinstance(decoder, DecoderConfig)
+    numbers = {moe.router.experts for layer in decoder.moe_layers if (moe := decoder.mlp_in(layer).moe)}
+    if not numbers:
+        raise ValueError(f"LLM.expert_load=True is for a mixture of experts, and {model.name} is dense; leave it out.")
+    if len(numbers) > 1:
+        numbers_text = ", ".join(map(str, sorted(numbers)))
+        raise ValueError(
+            f"LLM.expert_load=True needs layers with the same number of experts, and {model.name} has layers of "
+            f"{numbers_text}; leave it out."
+        )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.lora.peft import Adapter
-from jaxinfer.generation.outputs import TokenLogprob
+from jaxinfer.generation.outputs import ExpertLoad, TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +149,7 @@ class SequenceOutput(NamedTuple):
       embedding: float32 [D], the sum of a chunk's hidden vectors, for a pooling request.
       num_draft_tokens: tokens proposed by speculation.
       num_accepted_tokens: proposed tokens that were right.
+      expert_load: where its tokens went in a mixture of experts, if the engine counts them.
     """
 
     token_ids: list[int] | tuple[()] = ()
@@ -157,6 +158,7 @@ class SequenceOutput(NamedTuple):
     embedding: np.ndarray | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    expert_load: ExpertLoad | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

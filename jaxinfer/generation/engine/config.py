@@ -33,6 +33,8 @@ class EngineOptions(TypedDict, total=False):
     """The highest rank of an adapter."""
     adapter_bytes: int
     """Host memory for adapters that are not on the device; default: at most a quarter of the unreserved memory."""
+    expert_load: bool
+    """Whether the tokens that each expert of a mixture of experts gets are counted, for each request and in all."""
     overlap: bool
     """Whether the host schedules the next step while the device runs one."""
     level: int
@@ -129,6 +131,7 @@ class EngineConfig(SharedConfig):
     max_adapters: int = dataclasses.field(default=0, metadata=_COSTS)
     max_lora_rank: int = dataclasses.field(default=16, metadata=_COSTS)
     adapter_bytes: int = 1 << 30
+    expert_load: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from jaxinfer.compiled import Clock
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.stats import Counters
-from jaxinfer.generation.outputs import NO_TOKEN, FinishReason, TokenLogprob
+from jaxinfer.generation.outputs import NO_TOKEN, ExpertLoad, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class OutputProcessor:
     def _count(self, sequence: Sequence, result: SequenceOutput) -> None:
         self.counters.draft_tokens += result.num_draft_tokens
         self.counters.accepted_tokens += result.num_accepted_tokens
+        self.counters.expert_load = _sum(self.counters.expert_load, result.expert_load)
         if sequence.finish_reason is not None:
             self.counters.ended[sequence.finish_reason] += 1
 
@@ -93,6 +94,7 @@ def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None
     sequence = part.sequence
     sequence.num_draft_tokens += result.num_draft_tokens
     sequence.num_accepted_tokens += result.num_accepted_tokens
+    sequence.expert_load = _sum(sequence.expert_load, result.expert_load)
     for position, entry in result.prompt_logprobs or ():
         if position == len(sequence.prompt_logprobs):  # a chunk that is computed again brings nothing new
             sequence.prompt_logprobs.append(entry)
@@ -104,6 +106,11 @@ def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None
         if token == NO_TOKEN:
             raise ValueError(NO_TOKEN_MESSAGE)
         _append(sequence, token, None if result.logprobs is None else result.logprobs[index], now)
+
+
+def _sum(load: ExpertLoad | None, more: ExpertLoad | None) -> ExpertLoad | None:
+    """Return a new sum: a view in another thread may have the old one."""
+    return more if load is None or more is None else load + more
 
 
 def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:

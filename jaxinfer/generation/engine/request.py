@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from jaxinfer.generation.outputs import FinishReason, TokenLogprob
+from jaxinfer.generation.outputs import ExpertLoad, FinishReason, TokenLogprob
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarMatcher
 from jaxinfer.generation.text import TextStream, Tokenizer
@@ -86,6 +86,7 @@ class Sequence:
       num_cached_tokens: prompt tokens that were in the cache when it was first admitted; None before.
       num_draft_tokens: tokens proposed by speculation.
       num_accepted_tokens: proposed tokens that were right.
+      expert_load: where its tokens went in a mixture of experts; None unless the engine counts them.
       matcher: its place in the structured output, or None.
       arrival_time: when it was queued.
       first_token_time: when its first token came; None before.
@@ -107,6 +108,7 @@ class Sequence:
         self.embedding: np.ndarray | None = None
         self.num_cached_tokens: int | None = None
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.expert_load: ExpertLoad | None = None
         self.matcher = request.matcher and request.matcher.copy()
         self._detokenizer: TextStream | None = None
         self.arrival_time = 0.0

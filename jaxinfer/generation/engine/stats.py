@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
-from jaxinfer.generation.outputs import FinishReason
+from jaxinfer.generation.outputs import ExpertLoad, FinishReason
 
 
 class SchedulerStats(NamedTuple):
@@ -35,6 +35,7 @@ class Counters:
     generated_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    expert_load: ExpertLoad | None = None
     steps: int = 0
 
 
@@ -56,6 +57,8 @@ class EngineStats:
       preemptions: how often a completion gave its pages to another, and waited again.
       steps: steps of the engine.
       compile_misses: programs that were compiled when a step needed them, rather than ahead.
+      expert_load: where the tokens of all requests went in a mixture of experts; None before the first, and unless the
+        engine has `expert_load=True`.
     """
 
     running: int
@@ -71,6 +74,7 @@ class EngineStats:
     preemptions: int
     steps: int
     compile_misses: int
+    expert_load: ExpertLoad | None = None
 
     @property
     def cache_usage(self) -> float:
@@ -97,6 +101,8 @@ class EngineStats:
             "speculation": f"{self.accepted_tokens} of {self.draft_tokens} accepted ({self.acceptance_rate:.0%})",
             "steps": f"{self.steps}, {self.compile_misses} compile misses",
         }
+        if self.expert_load is not None:
+            lines["experts"] = str(self.expert_load)
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 

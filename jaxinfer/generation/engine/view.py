@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Timings
+from jaxinfer.generation.outputs import CompletionOutput, ExpertLoad, FinishReason, RequestOutput, Timings
 from jaxinfer.generation.text import held_back
 
 
@@ -30,6 +30,7 @@ class CompletionSnapshot(NamedTuple):
     error: str | None
     num_draft_tokens: int
     num_accepted_tokens: int
+    expert_load: ExpertLoad | None
     first_token_time: float | None
     last_token_time: float
 
@@ -49,6 +50,7 @@ class CompletionSnapshot(NamedTuple):
             sequence.error,
             sequence.num_draft_tokens,
             sequence.num_accepted_tokens,
+            sequence.expert_load,
             sequence.first_token_time,
             sequence.last_token_time,
         )
@@ -74,6 +76,7 @@ class CompletionSnapshot(NamedTuple):
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             error=self.error,
+            expert_load=self.expert_load,
         )
 
     def _safe_text(self) -> str:

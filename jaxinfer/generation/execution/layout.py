@@ -222,7 +222,9 @@ class DeviceLayout:
             return LowRankStack(a, b)
 
         return [
-            LayerAdapters(**{field: stack(i, field, name) for field, name in LINEARS.items()})
+            LayerAdapters(
+                **{field: stack(i, field, name) for field, name in LINEARS.items() if f"layers.{i}.{name}" in shapes}
+            )
             for i in range(self.config.layers)
         ]
 
@@ -237,7 +239,7 @@ class DeviceLayout:
             return LowRankStack(self.place(a, None, in_axis), self.place(b, out_axis, None))
 
         return [
-            LayerAdapters(**{field: pair(field, stack) for field, stack in layer._asdict().items()})
+            LayerAdapters(**{field: pair(field, stack) for field, stack in layer._asdict().items() if stack})
             for layer in self.adapters
         ]
 
@@ -257,7 +259,7 @@ class DeviceLayout:
             return LowRankStack(*zeros)  # type: ignore[arg-type]
 
         return [
-            LayerAdapters(**{field: pair(i, field, stack) for field, stack in layer._asdict().items()})
+            LayerAdapters(**{field: pair(i, field, stack) for field, stack in layer._asdict().items() if stack})
             for i, layer in enumerate(self.adapters)
         ]
 

@@ -6,9 +6,10 @@ import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, SequenceOutput
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.execution.programs.expert_load import ExpertCounts
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.programs.verification import DecodeOutput
-from jaxinfer.generation.outputs import TokenLogprob
+from jaxinfer.generation.outputs import ExpertLoad, TokenLogprob
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.logprobs import Logprobs
 
@@ -32,21 +33,31 @@ def read_prefill(batch: Batch, output: PrefillOutput, *, padded_chunks: int) -> 
     results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
     for index, row in enumerate(batch.rows, padded_chunks):
         new, places = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
-        results.append(SequenceOutput(new, _logprobs(row.sequence, output.logprobs, places, new)))
+        logprobs, load = _logprobs(row.sequence, output.logprobs, places, new), _expert_load(output.experts, index)
+        results.append(SequenceOutput(new, logprobs, expert_load=load))
     return results
 
 
 def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> SequenceOutput:
-    request = chunk.sequence.request
+    request, load = chunk.sequence.request, _expert_load(output.experts, index)
     if request.pooling:
-        return SequenceOutput(embedding=np.asarray(output.pooled[index]))
+        return SequenceOutput(embedding=np.asarray(output.pooled[index]), expert_load=load)
     new, places = ([token], [(index,)]) if chunk.chooses else ([], [])
     top = request.sampling.prompt_logprobs
     return SequenceOutput(
         new,
         _logprobs(chunk.sequence, output.logprobs, places, new),
         None if top is None else _prompt_logprobs(chunk, output.prompt_logprobs, index, top),
+        expert_load=load,
     )
+
+
+def _expert_load(experts: ExpertCounts | None, index: int) -> ExpertLoad | None:
+    """Return the counts of one row."""
+    if experts is None:
+        return None
+    tokens, dropped = (np.asarray(x[index], np.int64) for x in experts)
+    return ExpertLoad(tokens=tokens, dropped=dropped)
 
 
 def _prompt_logprobs(chunk: Chunk, logprobs: Logprobs, index: int, top: int) -> list[tuple[int, TokenLogprob]]:
@@ -63,7 +74,15 @@ def read_decode(batch: Batch, output: DecodeOutput) -> list[SequenceOutput]:
     for index, (row, tokens, produced, proposed, accepted) in enumerate(zip(batch.rows, *columns, strict=False)):
         tokens = tokens[:produced]
         logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], tokens)
-        results.append(SequenceOutput(tokens, logprobs, num_draft_tokens=proposed, num_accepted_tokens=accepted))
+        results.append(
+            SequenceOutput(
+                tokens,
+                logprobs,
+                num_draft_tokens=proposed,
+                num_accepted_tokens=accepted,
+                expert_load=_expert_load(output.experts, index),
+            )
+        )
     return results
 
 

@@ -66,7 +66,7 @@ def adapter_shapes(
 ) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
     """Return the shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
 
-    Embeddings and the output head are excluded. Arguments and errors are those of `read_adapter`.
+    Embeddings, the output head and mixtures of experts are excluded. Arguments and errors are those of `read_adapter`.
     """
     shapes = {}
     for name, linear in _linears(family, config).items():
@@ -95,7 +95,7 @@ def read_adapter(
     info.require_rank(max_rank)
     linears = _linears(family, config)
     _require_same_storage(info, any(linear.inputs_first for linear in linears.values()))
-    pairs = _read_pairs(info, _family(family), config.layers, linears)
+    pairs = _read_pairs(info, _family(family), config, linears)
     layers = {}
     for name, linear in linears.items():
         if not pairs.keys().isdisjoint(linear.tensors):
@@ -131,16 +131,9 @@ def _family(family: str) -> Family:
 
 def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
     """Describe every linear that can be adapted."""
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    shapes = {
-        "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
-        "attention.out": (embed, attention.q_heads * attention.head_dim),
-        "mlp.gate_up": (2 * hidden if config.mlp.gated else hidden, embed),
-        "mlp.down": (embed, hidden),
-    }
     sources, linears = _family(family).sources(config), {}
     for layer in range(config.layers):
-        for kind, (rows, inputs) in shapes.items():
+        for kind, (rows, inputs) in _shapes(config, layer).items():
             source = sources[f"layers.{layer}.{kind}.weight"]
             outputs = tuple(math.prod(shape) // inputs for shape in source.shapes)
             if sum(outputs) != rows:
@@ -158,6 +151,19 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
                 inputs_first=any(shape[1] != inputs for shape in source.shapes),
             )
     return linears
+
+
+def _shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of the linears of one layer that can be adapted."""
+    attention, embed, mlp = config.attention, config.embed, config.mlp_in(layer)
+    shapes = {
+        "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
+        "attention.out": (embed, attention.q_heads * attention.head_dim),
+    }
+    if mlp.moe is None:
+        shapes["mlp.gate_up"] = 2 * mlp.hidden if mlp.gated else mlp.hidden, embed
+        shapes["mlp.down"] = embed, mlp.hidden
+    return shapes
 
 
 def _require_same_storage(info: AdapterInfo, inputs_first: bool) -> None:
@@ -181,7 +187,9 @@ class _Pair(NamedTuple):
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
-def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping[str, _Linear]) -> dict[str, _Pair]:
+def _read_pairs(
+    info: AdapterInfo, family: Family, config: DecoderConfig, linears: Mapping[str, _Linear]
+) -> dict[str, _Pair]:
     """Read the matrices of each adapted projection, by the name of its weight in the family's sources."""
     file = info.folder / WEIGHTS
     sizes = {
@@ -194,9 +202,12 @@ def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping
         tensor = family.plain_name(f"{module}.weight")
         if tensor not in sizes:
             adaptable = sorted({re.sub(r"^.*?\.\d+\.|\.weight$", "", known) for known in sizes})
+            without = (
+                "experts, routers, embeddings and output head" if config.moe_layers else "embeddings and output head"
+            )
             raise CheckpointError(
-                f"{file}: {module} is not a linear of this model's {layers} layers; adapters may name "
-                f"{', '.join(adaptable)}: use an adapter made for this model, without embeddings and output head."
+                f"{file}: {module} is not a linear of this model's {config.layers} layers; adapters may name "
+                f"{', '.join(adaptable)}: use an adapter made for this model, without {without}."
             )
         if tensor in pairs:
             raise CheckpointError(f"{file}: {module} appears twice; save the adapter again.")

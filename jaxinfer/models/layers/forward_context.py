@@ -5,7 +5,7 @@ Linears work on the N tokens of all groups together (`pack`), attention on each 
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ import numpy as np
 from jaxinfer.models.config import PositionKind, PositionsConfig
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.rotary import rotary_table
+
+if TYPE_CHECKING:
+    from jaxinfer.pallas_kernels.moe import Routing
 
 
 class TokenRows(NamedTuple):
@@ -45,6 +48,7 @@ class ForwardContext(NamedTuple):
       key_sizes: of a single group without a cache, how many tokens each of its tokens is the mean of, float32 [B, T], 0
         for padding; None: one, and padding comes last.
       padded: whether a group without a cache may have padding.
+      routings: a list to which every layer with experts adds its choices while the pass is traced; None: it does not.
     """
 
     groups: tuple[TokenRows, ...]
@@ -52,6 +56,7 @@ class ForwardContext(NamedTuple):
     adapter_one_hot: jax.Array | None = None
     key_sizes: jax.Array | None = None
     padded: bool = True
+    routings: "list[Routing] | None" = None
 
     @classmethod
     def from_groups(
@@ -83,7 +88,8 @@ class ForwardContext(NamedTuple):
         """Bind a layer's adapters to the tokens of this pass."""
         if adapters is None or self.adapter_one_hot is None:
             return NO_DELTAS
-        return AdapterDeltas(*(functools.partial(x, adapter_one_hot=self.adapter_one_hot) for x in adapters))
+        one_hot = self.adapter_one_hot
+        return AdapterDeltas(*(x and functools.partial(x, adapter_one_hot=one_hot) for x in adapters))
 
 
 def pack(parts: Iterable[jax.Array]) -> jax.Array:

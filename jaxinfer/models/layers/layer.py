@@ -68,7 +68,7 @@ class TransformerLayer(nnx.Module):
             return self._add_both(x, heads, deltas), cache
         x = self.add_attention(x, heads, deltas)
         if isinstance(self.mlp, Moe):
-            return self.add_experts(x, forward_context.valid), cache
+            return self.add_experts(x, forward_context), cache
         return self.add_mlp(x, deltas), cache
 
     @property
@@ -118,10 +118,13 @@ class TransformerLayer(nnx.Module):
                 return down.linear_residual(hidden(self.mlp_norm), x, adapter_delta=delta)
 
     @jax.named_scope("moe")
-    def add_experts(self, x: jax.Array, valid: jax.Array) -> jax.Array:
-        """Add the mixture of experts to the residual stream, [N, D]; valid: bool [N], which tokens are no padding."""
+    def add_experts(self, x: jax.Array, forward_context: ForwardContext) -> jax.Array:
+        """Add the mixture of experts to the residual stream: [N, D] -> [N, D]."""
         assert isinstance(self.mlp, Moe)
-        return self.join_mlp(x, self.mlp(self.before_mlp(x), valid))
+        y, routing = self.mlp(self.before_mlp(x), forward_context.valid)
+        if forward_context.routings is not None:
+            forward_context.routings.append(routing)
+        return self.join_mlp(x, y)
 
     def before_mlp(self, x: jax.Array) -> jax.Array:
         """Return what the MLP takes of the residual stream: [N, D] -> [N, D]."""

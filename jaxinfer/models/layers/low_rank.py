@@ -46,14 +46,14 @@ class LayerAdapters(NamedTuple):
     Attributes:
       qkv: of `Attention.qkv`.
       out: of `Attention.out`.
-      gate_up: of `Mlp.gate_up`.
-      down: of `Mlp.down`.
+      gate_up: of `Mlp.gate_up`; None in a layer with experts, which take no adapters.
+      down: of `Mlp.down`; the same.
     """
 
     qkv: LowRankStack
     out: LowRankStack
-    gate_up: LowRankStack
-    down: LowRankStack
+    gate_up: LowRankStack | None = None
+    down: LowRankStack | None = None
 
 
 class AdapterDeltas(NamedTuple):

@@ -104,17 +104,17 @@ class Moe(nnx.Module):
         gates = cfg.moe.shared_mix.gates
         self.shared_gate = SharedGate(embed, gates, rngs=rngs) if gates else None
 
-    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """Run router, experts and the shared MLP.
 
         Args:
           x: [..., D], normalised.
           valid: bool [...], which tokens are no padding, whose experts are computed; None: all.
-        Returns: [..., D].
+        Returns: [..., D], and the choices of the N tokens.
         """
         rows = x.reshape(-1, x.shape[-1])
         routing = self.route(rows, None if valid is None else valid.reshape(-1))
-        return self.combine(rows, self.experts(rows, routing)).reshape(x.shape)
+        return self.combine(rows, self.experts(rows, routing)).reshape(x.shape), routing
 
     def route(self, x: jax.Array, valid: jax.Array | None) -> Routing:
         """Choose the experts of [N, D]; valid: bool [N], or None."""

@@ -13,6 +13,7 @@ from jaxinfer.models.layers.low_rank import LayerAdapters
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.pallas_kernels.moe import Routing
 from jaxinfer.sharding.collectives import local_start
 
 
@@ -65,6 +66,7 @@ class Decoder(nnx.Module):
         groups: tuple[TokenRows, ...],
         caches: list[KVPages] | None = None,
         adapters: list[LayerAdapters] | None = None,
+        routings: list[Routing] | None = None,
     ) -> tuple[list[jax.Array], list[KVPages] | None]:
         """Pass through the whole model: `enter`, `run_layers`, `leave`.
 
@@ -74,10 +76,12 @@ class Decoder(nnx.Module):
           groups: rows of tokens.
           caches: one KVPages per layer, or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
+          routings: a list to which the choices of each layer with experts are added; or None.
         Returns: what `leave` returns, hidden vectors [B, T, W] of each group, and the caches with this pass's keys
           and values written (None without caches).
         """
         x, forward_context = self.enter(groups, adapters)
+        forward_context = forward_context._replace(routings=routings)
         x, caches = self.run_layers(x, forward_context, caches, adapters)
         return self.leave(x, forward_context), caches
 

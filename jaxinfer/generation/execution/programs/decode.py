@@ -12,6 +12,7 @@ from jax import lax
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
+from jaxinfer.generation.execution.programs.expert_load import ExpertCounts, count_experts, no_counts
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
     DecodeRows,
@@ -29,6 +30,7 @@ from jaxinfer.models import KVPages, LayerAdapters
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder
+    from jaxinfer.pallas_kernels.moe import Routing
 
 MIN_ACCEPTED = 4
 """A row must have had one of this many speculative tokens right, or it gets no more in this step."""
@@ -52,6 +54,7 @@ class _Carry(NamedTuple):
       passed: history, progress and log probabilities.
       proposed, accepted: as in `DecodeOutput`.
       passes, speculative_passes: int32 [B], the passes in which each row was active.
+      experts: as in `DecodeOutput`.
       going: bool [], whether there is another pass.
     """
 
@@ -61,6 +64,7 @@ class _Carry(NamedTuple):
     accepted: jax.Array
     passes: jax.Array
     speculative_passes: jax.Array
+    experts: ExpertCounts | None
     going: jax.Array
 
 
@@ -76,6 +80,7 @@ def decode(
     max_passes: int,
     num_speculative_tokens: int,
     processors: LogitsProcessors,
+    counts_experts: bool,
 ) -> tuple[DeviceState, DecodeOutput]:
     """Run up to `passes` passes of the model over one token a row, or over that and its speculative tokens.
 
@@ -84,6 +89,7 @@ def decode(
       passes: int32 [], at most `max_passes`. Ends early when all rows are done.
       speculation_limit: int32 [B], how many speculative tokens each row may have in a pass, at most
         `num_speculative_tokens`.
+      counts_experts: whether the output has `experts`.
     """
     slots, slot = state.slots, rows.slot
     step, before = DecodeRows.from_slots(slots, rows, bitmask), progress_of(slots, slot)
@@ -105,12 +111,21 @@ def decode(
 
     going = jnp.any(before.active) & (passes > 0)
     passed = Passed(slots.history, before, no_logprobs((batch, width)))
-    carry = _Carry(state.caches, passed, zeros, zeros, zeros, zeros, going)
+    experts = no_counts(batch, *_experts_of(model)) if counts_experts else None
+    carry = _Carry(state.caches, passed, zeros, zeros, zeros, zeros, experts, going)
     carry = lax.while_loop(lambda carry: carry.going, speculative if num_speculative_tokens else plain, carry)
     speculated = jnp.max(carry.speculative_passes)
     counts = jnp.stack([jnp.max(carry.passes) - speculated, speculated])
     slots, output = finish_step(slots, step, carry.passed, carry.proposed, carry.accepted, counts, width=width)
-    return DeviceState(carry.caches, slots), output
+    return DeviceState(carry.caches, slots), output._replace(experts=carry.experts)
+
+
+def _experts_of(model: "Decoder") -> tuple[int, int]:
+    """Return how many layers have experts, and how many experts each of them has."""
+    layers = model.cfg.moe_layers
+    moe = model.cfg.mlp_in(layers[0]).moe
+    assert moe is not None
+    return len(layers), moe.router.experts
 
 
 def _pass(
@@ -125,11 +140,14 @@ def _pass(
     """Run one pass over 1 + W tokens a row. most: int32 [], the most passes."""
     before = carry.passed
     group = tokens_of(before.history, step.rows, before.progress.position, step.adapter, guess)
-    (hidden,), caches = model.forward((group,), carry.caches, adapters)
+    routings: list[Routing] = []
+    (hidden,), caches = model.forward((group,), carry.caches, adapters, routings)
     assert caches is not None
     passed, accepted = verify(model, step, before, hidden, guess, processors)
     active = before.progress.active.astype(jnp.int32)
-    passes = carry.passes + active
+    passes, experts = carry.passes + active, carry.experts
+    if experts is not None:
+        experts = jax.tree.map(jnp.add, experts, count_experts(routings, (group,)))
     return _Carry(
         caches,
         passed,
@@ -137,6 +155,7 @@ def _pass(
         carry.accepted + accepted,
         passes,
         carry.speculative_passes + active * int(guess.tokens.shape[1] > 0),
+        experts,
         jnp.any(passed.progress.active & (passes < most)),
     )
 
@@ -148,6 +167,7 @@ def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
         max_passes=static.engine.max_decode_passes,
         num_speculative_tokens=sizes.speculative,
         processors=static.processors,
+        counts_experts=static.engine.expert_load,
     )
     return static.with_model(body)
 

@@ -13,6 +13,7 @@ from jax import lax
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, flags, integers
+from jaxinfer.generation.execution.programs.expert_load import ExpertCounts, count_experts
 from jaxinfer.generation.execution.programs.verification import Speculation, tokens_of
 from jaxinfer.generation.execution.state import (
     DeviceState,
@@ -76,6 +77,7 @@ class PrefillOutput(NamedTuple):
       logprobs: [M + B].
       prompt_logprobs: [M, T], of the token after each token of a chunk.
       pooled: float32 [M, D], sums of a chunk's hidden vectors, for chunks whose request wants them.
+      experts: of M + B rows, the experts of their tokens; None unless the engine counts them.
     """
 
     tokens: jax.Array
@@ -83,6 +85,7 @@ class PrefillOutput(NamedTuple):
     logprobs: Logprobs
     prompt_logprobs: Logprobs
     pooled: jax.Array
+    experts: ExpertCounts | None = None
 
 
 def prefill(
@@ -95,17 +98,21 @@ def prefill(
     *,
     chunk_size: int,
     processors: LogitsProcessors,
+    counts_experts: bool,
 ) -> tuple[DeviceState, PrefillOutput]:
     """Run one pass of the model over chunks of prompts and one token of each decoding row.
 
     Args:
       bitmask: uint32 [M + B, V / 32], the tokens that may be chosen; see `sampler.allowed`.
       chunk_size: T, tokens a chunk.
+      counts_experts: whether the output has `experts`.
     """
-    groups = groups_of(state.slots, chunks, rows, chunk_size=chunk_size)
-    hidden, caches = model.forward(groups, state.caches, adapters)
+    groups, routings = groups_of(state.slots, chunks, rows, chunk_size=chunk_size), []
+    hidden, caches = model.forward(groups, state.caches, adapters, routings)
     assert caches is not None
     slots, output = add_tokens(model, state.slots, hidden, chunks, rows, bitmask, processors=processors)
+    if counts_experts:
+        output = output._replace(experts=count_experts(routings, groups))
     return DeviceState(caches, slots), output
 
 
@@ -222,7 +229,12 @@ def _prompt_logprobs(
 
 def build(static: DecoderStatic, sizes: Prefill) -> Callable[..., Any]:
     """Return the function of these sizes."""
-    body = functools.partial(prefill, chunk_size=static.engine.chunk_size, processors=static.processors)
+    body = functools.partial(
+        prefill,
+        chunk_size=static.engine.chunk_size,
+        processors=static.processors,
+        counts_experts=static.engine.expert_load,
+    )
     return static.with_model(body)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.generation.execution.programs.expert_load import ExpertCounts
 from jaxinfer.generation.execution.programs.ngram import propose
 from jaxinfer.generation.execution.state import (
     Progress,
@@ -42,6 +43,7 @@ class DecodeOutput(NamedTuple):
       proposed: int32 [B], speculative tokens.
       accepted: int32 [B], speculative tokens that were right.
       passes: int32 [2], passes through the model with one token a row, and with speculative ones.
+      experts: of B rows, the experts of their tokens; None unless the engine counts them.
     """
 
     tokens: jax.Array
@@ -50,6 +52,7 @@ class DecodeOutput(NamedTuple):
     proposed: jax.Array
     accepted: jax.Array
     passes: jax.Array
+    experts: ExpertCounts | None = None
 
 
 class Speculation(NamedTuple):
