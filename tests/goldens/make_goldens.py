@@ -90,6 +90,16 @@ GEMMA_SEEING = {
     "mm_tokens_per_image": 4,
 }
 SEES = {"class": "Mistral3ForConditionalGeneration"}
+QWEN_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3}
+DEEPSEEK_EXPERTS = {
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LONG = {"lengths": (64, 9, 1)}  # an expert that is chosen wrongly may show late
+FUSED = LONG | {"bf16": True, "legacy": True, "fused": True}
 
 
 def rope(kind: str, **fields: float) -> dict:
@@ -98,7 +108,7 @@ def rope(kind: str, **fields: float) -> dict:
 
 
 # name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling,
-# beam searches)
+# beam searches, lengths of the rows, one tensor for all experts)
 GOLDENS: dict[str, tuple[dict, dict]] = {
     "gpt2_tied": (GPT2, {"strip": "transformer."}),
     "gpt2_awkward": (
@@ -529,6 +539,155 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | GEMMA_SEEING,
         {"class": "Gemma3ForConditionalGeneration", "bf16": True, "rename": LATER_NAMES},
     ),
+    "mixtral_plain": (LLAMA | {"intermediate_size": 12, "num_local_experts": 4}, LONG),
+    "mixtral_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "intermediate_size": 10,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "qwen2_moe_plain": (LLAMA | QWEN_EXPERTS | {"shared_expert_intermediate_size": 12}, LONG),
+    "qwen2_moe_awkward": (
+        LLAMA
+        | QWEN_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 7,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "qwen3_moe_plain": (LLAMA | QWEN_EXPERTS | {"head_dim": 8, "norm_topk_prob": True}, LONG),
+    "qwen3_moe_awkward": (
+        LLAMA
+        | QWEN_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 6,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts_per_tok": 1,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "olmoe_plain": (LLAMA | {"intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 2}, LONG),
+    "olmoe_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 10,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "granitemoe_plain": (
+        LLAMA
+        | {
+            "intermediate_size": 8,
+            "num_local_experts": 6,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 6.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "tie_word_embeddings": True,
+        },
+        LONG,
+    ),
+    "granitemoe_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 10,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 0.7,
+            "attention_bias": True,
+        },
+        FUSED,
+    ),
+    "granitemoeshared_plain": (
+        LLAMA | {"intermediate_size": 8, "num_local_experts": 4, "shared_intermediate_size": 12},
+        LONG,
+    ),
+    "granitemoeshared_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "intermediate_size": 10,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "residual_multiplier": 0.5,
+            "shared_intermediate_size": 0,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "glm4_moe_plain": (LLAMA | DEEPSEEK_EXPERTS | {"head_dim": 8, "attention_bias": True}, LONG),
+    "glm4_moe_awkward": (
+        LLAMA
+        | DEEPSEEK_EXPERTS
+        | {
+            "vocab_size": 53,
+            "use_qk_norm": True,
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "first_k_dense_replace": 0,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "dots1_plain": (LLAMA | DEEPSEEK_EXPERTS | {"norm_topk_prob": True, "routed_scaling_factor": 2.5}, LONG),
+    "dots1_awkward": (
+        LLAMA
+        | DEEPSEEK_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "attention_bias": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
@@ -538,18 +697,23 @@ def randomise(model: torch.nn.Module) -> None:
     gemma = model.config.model_type.startswith("gemma")  # its norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
-        if parameter.ndim == 2:
+        if parameter.ndim >= 2:
             values *= 0.2
         elif name.endswith("bias") or gemma:
             values *= 0.3
         else:
             values = 1 + 0.3 * values
         parameter.data = values
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_((0.3 * torch.randn(buffer.shape)).bfloat16())
 
 
 def old_spelling(config: dict) -> dict:
     """The config as transformers 4 wrote it."""
     config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
     parameters = config.pop("rope_parameters")
     if "full_attention" in parameters:
         local = parameters["sliding_attention"]["rope_theta"]
@@ -583,17 +747,19 @@ def make(name: str, seed: int) -> None:
         kind = getattr(transformers, options["class"])
     make_model = getattr(kind, "from_config", None) or kind._from_config
     # Falcon's eager attention adds ALiBi twice, by the scores and by the mask.
-    model = make_model(config, attn_implementation="sdpa" if fields.get("alibi") else "eager").eval()
+    attention = "sdpa" if fields.get("alibi") else "eager"
+    model = make_model(config, attn_implementation=attention, experts_implementation="eager").eval()
     randomise(model)
     model.tie_weights()
     if options.get("bf16"):
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
 
-    tokens = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int32)
+    lengths = options.get("lengths", LENGTHS)
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
     token_types = torch.zeros_like(tokens)
     outputs = []
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         low = 4 if model_type in ENCODERS else 0  # RoBERTa derives positions from the padding id
         tokens[row, :length] = torch.randint(low, config.get_text_config().vocab_size, (length,))
         inputs = {"input_ids": tokens[row : row + 1, :length].long()}
@@ -603,7 +769,7 @@ def make(name: str, seed: int) -> None:
         with torch.no_grad():
             output = model.base_model(**inputs).last_hidden_state if model_type in ENCODERS else model(**inputs).logits
         outputs.append(output[0])
-    expected = {"tokens": tokens, "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
+    expected = {"tokens": tokens, "lengths": torch.tensor(lengths, dtype=torch.int32)}
     if model_type == "bert":
         expected["token_types"] = token_types
     expected["hidden" if model_type in ENCODERS else "logits"] = torch.cat(outputs).contiguous()
@@ -612,12 +778,12 @@ def make(name: str, seed: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     if options.get("bf16"):  # only now: this rounds buffers (rotary tables, Gemma's scale) too
         model = model.to(torch.bfloat16)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, save_original_format=not options.get("fused"))
     (directory / "generation_config.json").unlink(missing_ok=True)
     rewrite(directory, options)
     write_expected(directory, {name: tensor.numpy() for name, tensor in expected.items()})
     if options.get("beams"):
-        prompts = [tokens[row : row + 1, :length].long() for row, length in enumerate(LENGTHS)]
+        prompts = [tokens[row : row + 1, :length].long() for row, length in enumerate(lengths)]
         searches = [search(model, prompt, options) for options in SEARCHES for prompt in prompts]
         (directory / "beams.json").write_text("[\n" + ",\n".join(map(json.dumps, searches)) + "\n]\n")
     size = sum(file.stat().st_size for file in directory.iterdir())

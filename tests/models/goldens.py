@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, EncoderConfig, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.abstract import leaf_name
-from jaxinfer.models.families import family_of, plan
+from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.files.gguf_config import ARCHITECTURES
+from jaxinfer.models.leaves import part_of
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
@@ -34,16 +35,18 @@ def config_of(name: str) -> ModelConfig:
 
 ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)]
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
+EXPERTS = [name for name in DECODERS if config_of(name).moe_layers]
+_DENSE = [name for name in NAMES if name not in EXPERTS]
 
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
 
 FEATURES = {
-    "streamed": NAMES,
-    "on a mesh": NAMES,
+    "streamed": _DENSE,
+    "on a mesh": _DENSE,
     "speculation": DECODERS,
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
-    "LoRA": DECODERS,
+    "LoRA": [name for name in DECODERS if name in _DENSE],
     "GGUF": [name for name in NAMES if read_config(name)["model_type"] in _GGUF],
 }
 """The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""
@@ -72,7 +75,7 @@ def load(name: str) -> Golden:
     family = family_of(hf)
     config = family.config(hf)
     sources = plan(family, config, {key: tensor.shape for key, tensor in tensors.items()})
-    leaves = {leaf: source.combine(*(tensors[key] for key in source.names)) for leaf, source in sources.items()}
+    leaves = combined(tensors, sources)
     expected = read_expected(directory)
     tokens, lengths = expected["tokens"], expected["lengths"]
     places = np.arange(tokens.shape[1], dtype=np.int32)[None]
@@ -84,6 +87,19 @@ def load(name: str) -> Golden:
         positions=np.where(places < lengths[:, None], places, -1),
         expected=expected["hidden" if name in ENCODERS else "logits"],
     )
+
+
+def combined(tensors: dict[str, np.ndarray], sources: dict[str, Source]) -> dict[str, np.ndarray]:
+    """The leaves that the sources make of the tensors; those with a part for each expert stacked."""
+    leaves, parts = {}, {}
+    for name, source in sources.items():
+        read = (tensors[key] if source.index is None else tensors[key][source.index] for key in source.names)
+        leaf, part = part_of(name)
+        if part is None:
+            leaves[leaf] = source.combine(*read)
+        else:
+            parts.setdefault(leaf, {})[part] = source.combine(*read)
+    return leaves | {leaf: np.stack([by_expert[i] for i in range(len(by_expert))]) for leaf, by_expert in parts.items()}
 
 
 def abstract(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:

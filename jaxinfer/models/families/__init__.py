@@ -15,27 +15,35 @@ from jaxinfer.models.families import (
     deit,
     dinov2,
     distilbert,
+    dots1,
     falcon,
     gemma2,
     gemma3,
     gemma3_text,
     glm,
     glm4,
+    glm4_moe,
     gpt2,
     gpt_neo,
     gpt_neox,
     gptj,
     granite,
+    granitemoe,
+    granitemoeshared,
     llama,
     mistral,
     mistral3,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     opt,
     phi,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     resnet,
     roberta,
     siglip,
@@ -53,6 +61,7 @@ _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
     *(gemma3, gemma3_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
+    *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1),
     *(bert, distilbert, roberta),
     *(resnet, vit, deit, dinov2, siglip),
 )
@@ -65,9 +74,25 @@ STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, y
 """The families whose checkpoints have no `config.json`, or one that says little."""
 
 
+REFUSED = {
+    "deepseek_v2": ("multi-head latent attention",),
+    "deepseek_v3": ("multi-head latent attention",),
+    "gpt_oss": (
+        "attention sinks",
+        "a router with biases",
+        "experts whose tensors are [inputs, outputs]",
+        "the clamped activation swiglu_limit",
+        "weights in mxfp4",
+    ),
+}
+"""Families that are known and not implemented, and what they need that is missing."""
+
+
 def family_of(hf_config: Mapping[str, object]) -> Family:
     """Return the family of a `config.json`, by its `model_type`."""
     model_type = hf_config.get("model_type")
+    if isinstance(model_type, str) and (missing := REFUSED.get(model_type)):
+        raise ValueError(f"config.json: model_type={model_type!r} is not implemented; missing: {', '.join(missing)}.")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"config.json: model_type={model_type!r} is not implemented; known: {', '.join(sorted(FAMILIES))}."

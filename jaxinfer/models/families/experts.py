@@ -1,78 +1,135 @@
-"""Tensors of mixtures of experts, in the two layouts that checkpoints have: one for each expert, or one for all."""
+"""Mixtures of experts: their fields, and their tensors in the two layouts that checkpoints have."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinfer.models.config import MlpConfig
+from jaxinfer.models.config import DecoderConfig, GroupScore, MlpConfig, MoeConfig, RouterConfig, RouterKind
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.fields import Fields, cycle
 from jaxinfer.models.families.mapping import Source, alternate, alternate_from_fused, linear, only
+
+
+def with_experts(
+    config: DecoderConfig, moe: MoeConfig, *, hidden: int | None = None, sparse: Sequence[bool] = ()
+) -> DecoderConfig:
+    """Return the config with a mixture of experts in place of its MLP.
+
+    Args:
+      hidden: width of an expert; None: that of the MLP.
+      sparse: which layers have experts, and not the MLP; empty: all.
+    """
+    dense = config.mlp
+    experts = dataclasses.replace(dense, hidden=dense.hidden if hidden is None else hidden, moe=moe)
+    mlps = cycle([experts if has else dense for has in sparse or [True] * config.layers])
+    return dataclasses.replace(config, mlp=mlps[0], layer_mlps=mlps if len(mlps) > 1 else ())
+
+
+def with_deepseek_experts(config: DecoderConfig, fields: Fields, *, first_dense: int, normalize: bool) -> DecoderConfig:
+    """Return the config with experts as in DeepSeek V3 (arXiv:2412.19437, section 2.1.2), all but the first layers.
+
+    Args:
+      first_dense: the default of how many layers come first that have an MLP.
+      normalize: the default of whether the weights of a token's experts are divided by their sum.
+    """
+    router = RouterConfig(
+        experts=fields.integer("n_routed_experts", "num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        kind=RouterKind.SIGMOID,
+        normalize=fields.flag("norm_topk_prob", default=normalize),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        selection_bias=True,
+        groups=fields.integer("n_group", default=1),
+        groups_per_token=fields.integer("topk_group", default=1),
+        group_score=GroupScore.TOP_2_SUM,
+    )
+    hidden, first = (
+        fields.integer("moe_intermediate_size"),
+        fields.integer("first_k_dense_replace", default=first_dense),
+    )
+    moe = MoeConfig(router=router, shared_hidden=hidden * fields.integer("n_shared_experts", default=1, least=0))
+    return with_experts(config, moe, hidden=hidden, sparse=[layer >= first for layer in range(config.layers)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """A family's names of the tensors of a layer's experts, after the name of their module.
+    """A family's names of the tensors of a layer's experts.
 
     Attributes:
-      gate, up, down: of one expert.
       router: the matrix that scores the experts.
       selection_bias: what is added to the scores for the choice.
-      shared: the MLP of all tokens, with the linears of `gate`, `up` and `down`.
+      parts: gate, up and down of one expert, with its number as {}; None: no checkpoint has experts one by one.
+      fused: gate and up of all experts, [E, 2F, D] with all gates of an expert before its ups; down, [E, D, F].
+      shared: the MLP of all tokens.
+      shared_fused: its gate and up in one, and its down; None: it has three tensors.
       shared_gate: what that is gated by.
     """
 
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    router: str = "gate"
-    selection_bias: str = "gate.e_score_correction_bias"
-    shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"
+    router: str = "mlp.gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    parts: tuple[str, str, str] | None = (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+        "mlp.experts.{}.down_proj.weight",
+    )
+    fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    shared: str = "mlp.shared_expert"
+    shared_fused: tuple[str, str] | None = None
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
-def expert_sources(leaf: str, module: str, mlp: MlpConfig, embed: int, names: ExpertNames) -> dict[str, Source]:
-    """Return the leaves of a gated mixture of experts without biases.
-
-    Either each expert has tensors of its own, MODULE.experts.3.down_proj.weight, or all are in two,
-    MODULE.experts.gate_up_proj [E, 2F, D] with all gates of an expert before its ups, and down_proj [E, D, F].
-
-    Args:
-      leaf: our module, "layers.0.mlp".
-      module: theirs.
-      mlp: of the layer.
-      embed: width of the model.
-      names: of the tensors.
-    """
-    assert mlp.moe is not None
-    router, count, hidden = mlp.moe.router, mlp.moe.router.experts, mlp.hidden
-    sources = linear(f"{leaf}.router", (f"{module}.{names.router}",), (count,), embed, bias=False)
-    if router.selection_bias:
-        sources[f"{leaf}.router.selection_bias"] = Source((f"{module}.{names.selection_bias}",), ((count,),), only)
-    for expert in range(count):
-        theirs = f"{module}.experts.{expert}"
-        gate, up, down = (f"{theirs}.{part}.weight" for part in (names.gate, names.up, names.down))
-        sources[f"{leaf}.experts.gate_up.weight.{expert}"] = Source(
-            (gate, up),
-            ((hidden, embed),) * 2,
-            alternate,
-            instead=_of_all(f"{module}.experts.gate_up_proj", (count, 2 * hidden, embed), expert, alternate_from_fused),
-        )
-        sources[f"{leaf}.experts.down.weight.{expert}"] = Source(
-            (down,),
-            ((embed, hidden),),
-            only,
-            instead=_of_all(f"{module}.experts.down_proj", (count, embed, hidden), expert, only),
-        )
-    if mlp.shared is not None:
-        width, shared = mlp.shared.hidden, f"{module}.{names.shared}"
-        gate, up, down = (f"{shared}.{part}" for part in (names.gate, names.up, names.down))
-        sources |= linear(f"{leaf}.shared.gate_up", (gate, up), (width, width), embed, bias=False, combine=alternate)
-        sources |= linear(f"{leaf}.shared.down", (down,), (embed,), width, bias=False)
-        if gates := mlp.moe.shared_mix.gates:
-            sources |= linear(f"{leaf}.shared_gate", (f"{module}.{names.shared_gate}",), (gates,), embed, bias=False)
+def sources(config: DecoderConfig, names: ExpertNames = ExpertNames()) -> dict[str, Source]:
+    """Return the tensors of a Llama-like model with gated experts without biases in some or all layers."""
+    sources = llama.sources(config)
+    for layer in config.moe_layers:
+        sources |= _layer_sources(f"layers.{layer}", config.mlp_in(layer), config.embed, names)
     return sources
 
 
-def _of_all(name: str, shape: tuple[int, ...], expert: int, combine: Callable[..., np.ndarray]) -> Source:
-    """Return the matrix of one expert in a tensor of all."""
-    return Source((name,), (shape,), combine, index=expert)
+def _layer_sources(layer: str, mlp: MlpConfig, embed: int, names: ExpertNames) -> dict[str, Source]:
+    assert mlp.moe is not None
+    router, leaf = mlp.moe.router, f"{layer}.mlp"
+    sources = linear(f"{leaf}.router", (f"{layer}.{names.router}",), (router.experts,), embed, bias=False)
+    if router.selection_bias:
+        bias = Source((f"{layer}.{names.selection_bias}",), ((router.experts,),), only)
+        sources[f"{leaf}.router.selection_bias"] = bias
+    for expert in range(router.experts):
+        gate_up, down = _expert_sources(layer, expert, mlp, embed, names)
+        sources |= {f"{leaf}.experts.gate_up.weight.{expert}": gate_up, f"{leaf}.experts.down.weight.{expert}": down}
+    if mlp.shared is not None:
+        sources |= _shared_sources(layer, mlp.shared.hidden, embed, names)
+    if gates := mlp.moe.shared_mix.gates:
+        sources |= linear(f"{leaf}.shared_gate", (f"{layer}.{names.shared_gate}",), (gates,), embed, bias=False)
+    return sources
+
+
+def _shared_sources(layer: str, width: int, embed: int, names: ExpertNames) -> dict[str, Source]:
+    leaf, module = f"{layer}.mlp.shared", f"{layer}.{names.shared}"
+    if names.shared_fused is None:
+        inner, rows, combine = (f"{module}.gate_proj", f"{module}.up_proj"), (width, width), alternate
+        down = f"{module}.down_proj"
+    else:
+        inner, rows, combine = (f"{module}.{names.shared_fused[0]}",), (2 * width,), alternate_from_fused
+        down = f"{module}.{names.shared_fused[1]}"
+    sources = linear(f"{leaf}.gate_up", inner, rows, embed, bias=False, combine=combine)
+    return sources | linear(f"{leaf}.down", (down,), (embed,), width, bias=False)
+
+
+def _expert_sources(layer: str, expert: int, mlp: MlpConfig, embed: int, names: ExpertNames) -> tuple[Source, Source]:
+    """Return one expert's gate and up, and its down: of tensors of its own, or of those of all experts."""
+    assert mlp.moe is not None
+    count, hidden = mlp.moe.router.experts, mlp.hidden
+
+    def of_all(name: str, shape: tuple[int, ...], combine: Callable[..., np.ndarray]) -> Source:
+        return Source((f"{layer}.{name}",), ((count, *shape),), combine, index=expert)
+
+    gate_up = of_all(names.fused[0], (2 * hidden, embed), alternate_from_fused)
+    down = of_all(names.fused[1], (embed, hidden), only)
+    if names.parts is None:
+        return gate_up, down
+    each = [f"{layer}.{part.format(expert)}" for part in names.parts]
+    return (
+        Source((each[0], each[1]), ((hidden, embed),) * 2, alternate, instead=gate_up),
+        Source((each[2],), ((embed, hidden),), only, instead=down),
+    )

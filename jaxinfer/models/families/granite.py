@@ -8,15 +8,19 @@ from jaxinfer.models.families import llama
 from jaxinfer.models.families.fields import Fields
 
 
-def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields = Fields(hf)
+def with_factors(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """Return the config with Granite's factors."""
     config = dataclasses.replace(
-        llama.config(hf),
+        config,
         embed_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),
         logit_scale=1 / fields.positive("logits_scaling", default=1.0),
     )
     return llama.with_attention(config, scale=fields.number("attention_multiplier", default=1.0))
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    return with_factors(llama.config(hf), Fields(hf))
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, model_types=("granite",), published=("Granite 3",), config=_config)

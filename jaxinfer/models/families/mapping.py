@@ -7,7 +7,7 @@ the canonical layout: weights [outputs, inputs], like `torch.nn.Linear`.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from jaxinfer.models.config import AttentionConfig, ModelConfig
 
 Shape = tuple[int, ...]
+_LISTED = 12
+"""Of so many tensors at most errors give the names: experts may be hundreds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Source:
       shapes: their shapes.
       combine: makes the leaf from the tensors, in the order of `names`.
       index: which matrix of its tensors it is made of, where each has one for every expert; None: of whole tensors.
-      instead: made so by checkpoints in another layout, which have its tensors and not these.
+      instead: of another layout; a checkpoint with tensors of that has no others in place of them.
     """
 
     names: tuple[str, ...]
@@ -88,11 +90,7 @@ def plan(
       described_by: where the config comes from, for errors.
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
-    there = {family.plain_name(name) for name in available}
-    sources = {
-        leaf: s.instead if s.instead is not None and there.issuperset(s.instead.names) else s
-        for leaf, s in family.sources(config).items()
-    }
+    sources = _in_its_layout(family.sources(config), {family.plain_name(name) for name in available})
     needed = {name: shape for s in sources.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     actual: dict[str, str] = {}  # plain name -> the checkpoint's
     unexpected = []
@@ -109,7 +107,7 @@ def plan(
         if tuple(available[name]) != needed[plain]
     ]
     problems = [
-        f"{len(names)} {kind}: {', '.join(names)}"
+        f"{len(names)} {kind}: {_listed(names)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshaped))
         if names
     ]
@@ -124,6 +122,18 @@ def plan(
         leaf: dataclasses.replace(source, names=tuple(actual[name] for name in source.names))
         for leaf, source in sources.items()
     }
+
+
+def _in_its_layout(sources: dict[str, Source], names: set[str]) -> dict[str, Source]:
+    """Return the sources of the layout that a checkpoint with these tensors (plain names) is in."""
+    if not any(source.instead is not None and names.issuperset(source.instead.names) for source in sources.values()):
+        return sources
+    return {leaf: source if source.instead is None else source.instead for leaf, source in sources.items()}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 # Sources: one leaf, or the leaves of one layer.

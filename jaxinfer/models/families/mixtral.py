@@ -4,13 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig, MoeConfig, RouterConfig
-from jaxinfer.models.families import llama
-from jaxinfer.models.families.experts import ExpertNames, expert_sources
+from jaxinfer.models.families import experts, llama
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Source
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1_000_000.0}
-_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+_EXPERT = "block_sparse_moe.experts.{}."
+_NAMES = experts.ExpertNames(
+    router="block_sparse_moe.gate",
+    parts=(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
+    fused=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+)
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -19,16 +23,12 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         experts=fields.integer("num_local_experts", "num_experts", default=8),
         experts_per_token=fields.integer("num_experts_per_tok", default=2),
     )
-    config = dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, moe=MoeConfig(router=router)))
-    return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+    config = llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+    return experts.with_experts(config, MoeConfig(router=router))
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    sources = llama.sources(config)
-    for i in config.moe_layers:
-        module = f"layers.{i}.block_sparse_moe"
-        sources |= expert_sources(f"layers.{i}.mlp", module, config.mlp_in(i), config.embed, _NAMES)
-    return sources
+    return experts.sources(config, _NAMES)
 
 
 FAMILY = dataclasses.replace(

@@ -8,13 +8,12 @@ from jaxinfer.models.families import llama, qwen2
 from jaxinfer.models.families.fields import Fields
 
 
-def config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the config of Qwen3."""
-    fields, base = Fields(hf), llama.base_config({"head_dim": 128} | dict(hf))
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields, config = Fields(hf), llama.base_config({"head_dim": 128} | dict(hf))
     bias = fields.flag("attention_bias", default=False)
     return llama.with_attention(
-        base, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen2.windows(fields, base.layers)
+        config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen2.windows(fields, config.layers)
     )
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), published=("Qwen3",), config=config)
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), published=("Qwen3",), config=_config)

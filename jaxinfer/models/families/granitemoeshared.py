@@ -1,0 +1,33 @@
+"""Granite-MoE with an MLP that all tokens go through as well."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import experts, granitemoe
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Source
+
+_NAMES = dataclasses.replace(granitemoe.NAMES, shared="shared_mlp", shared_fused=("input_linear", "output_linear"))
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    config = granitemoe.config(hf)
+    assert config.mlp.moe is not None
+    moe = dataclasses.replace(
+        config.mlp.moe, shared_hidden=Fields(hf).integer("shared_intermediate_size", default=0, least=0)
+    )
+    return dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, moe=moe))
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    return experts.sources(config, _NAMES)
+
+
+FAMILY = dataclasses.replace(
+    granitemoe.FAMILY,
+    model_types=("granitemoeshared",),
+    published=("Granite MoE with a shared expert",),
+    config=_config,
+    sources=_sources,
+)
