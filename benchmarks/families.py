@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from benchmarks.prose import wrapped
 from benchmarks.report import ROOT
 from jaxinfer.models.config import ModelConfig, VisionConfig
-from jaxinfer.models.families import FAMILIES, STATE_DICTS, Family
+from jaxinfer.models.families import FAMILIES, REFUSED, STATE_DICTS, Family
 from jaxinfer.models.families.fields import Fields, surveyed
 from jaxinfer.models.files.conversion import HuggingFaceModel
 from jaxinfer.models.files.description import kind_of
@@ -49,6 +49,9 @@ def render() -> str:
             "or a rope type that is not implemented; some families also for fields that depend on others. Beside those:"
         ),
         "\n".join(refused),
+        "## Refused families",
+        "These are known, and need what is not implemented:",
+        "\n".join(wrapped(f"- `{name}`: {', '.join(missing)}.", indent=2) for name, missing in REFUSED.items()),
         END,
     ]
     return "\n\n".join(parts)

@@ -149,12 +149,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(name, changes, 
 def test_families_that_are_not_implemented_say_what_is_missing(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (message,) = preview(tmp_path).refused
-    assert message == f"config.json: model_type='{model_type}' is not implemented; missing: " + (
-        "attention sinks, a router with biases, experts whose tensors are [inputs, outputs], the clamped activation "
-        "swiglu_limit, weights in mxfp4."
-        if model_type == "gpt_oss"
-        else "multi-head latent attention."
-    )
+    assert message.startswith(f"config.json: model_type={model_type!r} is not implemented; missing: ")
+    if model_type == "gpt_oss":
+        parts = ("attention sinks", "router with biases", "experts with biases", "swiglu_limit", "mxfp4")
+    else:
+        parts = ("multi-head latent attention",)
+    assert all(part in message for part in parts)
 
 
 def test_what_predicts_further_tokens_is_left_out(tmp_path):

@@ -80,8 +80,8 @@ REFUSED = {
     "gpt_oss": (
         "attention sinks",
         "a router with biases",
-        "experts whose tensors are [inputs, outputs]",
-        "the clamped activation swiglu_limit",
+        "experts with biases whose matrices are [inputs, outputs], gate and up alternating",
+        "the activation that swiglu_limit clamps",
         "weights in mxfp4",
     ),
 }

@@ -16,7 +16,7 @@ from jaxinfer.models.config import AttentionConfig, ModelConfig
 
 Shape = tuple[int, ...]
 _LISTED = 12
-"""Of so many tensors at most errors give the names: experts may be hundreds."""
+"""The most tensors whose names an error gives: experts may be hundreds."""
 
 
 @dataclasses.dataclass(frozen=True)
