@@ -46,7 +46,7 @@ FEATURES = {
     "speculation": DECODERS,
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
-    "LoRA": [name for name in DECODERS if name in _DENSE],
+    "LoRA": DECODERS,
     "GGUF": [name for name in NAMES if read_config(name)["model_type"] in _GGUF],
 }
 """The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""

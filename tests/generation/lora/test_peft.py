@@ -31,7 +31,8 @@ def sources_of(name: str):
     config = family.config(hf)
     sources = plan(family, config, {key: tensor.shape for key, tensor in tensors.items()})
     linears = {f"layers.{i}.{kind}" for i in range(config.layers) for kind in KINDS}
-    return hf["model_type"], config, tensors, {name: sources[f"{name}.weight"] for name in linears}
+    adapted = {name: sources[f"{name}.weight"] for name in linears if f"{name}.weight" in sources}  # experts are not
+    return hf["model_type"], config, tensors, adapted
 
 
 def pairs_for(tensors: dict, sources: dict[str, Source], *, conv1d: bool, fraction: float = 1.0, rank: int = RANK):
