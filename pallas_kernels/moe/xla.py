@@ -7,11 +7,15 @@ from jax import lax
 from jaxinfer.pallas_kernels.linear.api import small_batch_linear
 from jaxinfer.pallas_kernels.weights import Weights
 
+_FEWEST_ROWS = 8  # of a tile: a copy of the matrix takes longer than as many rows
+_MOST_ROWS = 64
+
 
 def grouped_matmul(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Loop over tiles of rows of one expert each: at most about twice the necessary work. Arguments as of `api`."""
+    """Loop over tiles of rows of one expert each, whose matrix is copied out of the stack. Arguments as of `api`."""
     (rows, _), (experts, outputs, _) = x.shape, weights.shape
-    tile_rows = min(1 << max(rows // experts - 1, 0).bit_length(), 64)  # a power of two
+    tile_rows = 1 << max(2 * rows // experts - 1, 0).bit_length()  # a power of two
+    tile_rows = min(max(tile_rows, _FEWEST_ROWS), _MOST_ROWS)
     tiles = (sizes + tile_rows - 1) // tile_rows
     ends = jnp.cumsum(tiles)
     x = jnp.pad(x, ((0, tile_rows), (0, 0)))
