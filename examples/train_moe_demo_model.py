@@ -1,10 +1,17 @@
 """Train the demo model with experts: as `train_demo_model`, with 8 experts in every layer, of which each token uses 2.
 
-python -m examples.train_moe_demo_model --work-dir moe-demo --export examples/moe_demo_model
+python -m examples.train_moe_demo_model --work-dir moe-demo --max-steps 1300
+python -m examples.train_moe_demo_model --work-dir moe-demo --length 512 --batch 8 --export examples/moe_demo_model
 
 The router learns by the weights that it gives the experts, by the load-balancing loss of Switch Transformer
 (arXiv:2101.03961, section 2.2) and by the z-loss of ST-MoE (arXiv:2202.08906, equation 5). In training every expert
 takes so many rows, and drops what does not fit; the exported model drops nothing.
+
+`examples/moe_demo_model` was trained this way on two shared CPU cores (Intel, with AMX) in 28 minutes: 1300 steps of 16
+sequences of 256 tokens, then 825 of 8 of 512, 8.7 million tokens in all. It has 3.8 million parameters, of which a
+token uses 1.8 million. Bits per byte on the held-out modules: 1.21, against 2.01 of `xz -9` on each file. In what was
+trained on, the least used of a layer's experts gets 7 to 10 percent of the choices, the most used 15 to 17; and 0.9
+percent do not fit at the capacity factor of training.
 """
 
 import argparse
@@ -19,6 +26,7 @@ from flax import nnx
 from examples.train_demo_model import (
     Trainer,
     as_stored,
+    batch_at,
     cross_entropy,
     encode,
     evaluate,
@@ -109,7 +117,7 @@ class Routed(NamedTuple):
 
 
 def mixture(module: Moe, x: jax.Array, capacity: int) -> tuple[jax.Array, Routed]:
-    """Compute `module(x)`, [B, T, D] -> [B, T, D], with at most `capacity` rows for each expert."""
+    """Compute the block `module`, [B, T, D] -> [B, T, D], with at most `capacity` rows for each expert."""
     cfg, rows = module.cfg.router, x.reshape(-1, x.shape[-1])
     scores = rows.astype(jnp.float32) @ module.router.weight[...].T
     routing = top_k_gating(scores, cfg.experts_per_token, capacity=capacity, normalize=cfg.normalize)
@@ -161,19 +169,20 @@ class MoeTrainer(Trainer):
 
 
 @nnx.jit
-def _routed(model: Decoder, tokens: jax.Array) -> Routed:
+def route(model: Decoder, tokens: jax.Array) -> Routed:
+    """Return how each layer routes int32 [B, T] in training, stacked by layer."""
     return routed_logits(model, tokens)[1]
 
 
-def print_routing(model: Decoder, stream: np.ndarray, batch: int, length: int) -> None:
+def print_routing(model: Decoder, stream: np.ndarray, args: argparse.Namespace, batches: int = 32) -> None:
     """Print how evenly each layer uses its experts on a text, and how much batches of it would drop in training."""
-    batches = stream[: len(stream) // (batch * length) * batch * length].reshape(-1, batch, length)
-    routed = jax.tree.map(
-        lambda *leaves: np.mean(leaves, axis=0), *(_routed(model, jnp.asarray(tokens)) for tokens in batches)
-    )
+    batches = min(batches, ((len(stream) - 1) // args.length - 1) // args.batch)
+    tokens = [batch_at(stream, step, args.batch, args.length)[:, :-1] for step in range(batches)]
+    routed = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *(route(model, jnp.asarray(x)) for x in tokens))
     print(f"layer  least and most used expert's share of the choices ({1 / routed.load.shape[1]:.3f} is even)  dropped")
     for layer, (load, dropped) in enumerate(zip(routed.load, routed.dropped, strict=True)):
         print(f"{layer:5d}  {load.min():.3f} {load.max():.3f}  {dropped:.2%}")
+    print(f"  all  {routed.load.min():.3f} {routed.load.max():.3f}  {routed.dropped.mean():.2%}", flush=True)
 
 
 def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
@@ -184,9 +193,12 @@ def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
     if args.export:
         export(args.export, model, tokenizer, layout="single-file")
     evaluate(model, tokenizer, corpus.held_out)
-    print_routing(model, encode(tokenizer, list(corpus.held_out.values())), args.batch, args.length)
+    print("Of what was trained on:")
+    print_routing(model, stream, args)
+    print("Of the held-out modules:")
+    print_routing(model, encode(tokenizer, list(corpus.held_out.values())), args)
     return model
 
 
 if __name__ == "__main__":
-    run(parse(description=__doc__, minutes=30))
+    run(parse(description=__doc__, minutes=28, length=256))
