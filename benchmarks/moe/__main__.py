@@ -2,9 +2,10 @@
 
     python -m benchmarks.moe [--part NAME ...] [--json benchmarks/results/KIND/moe.json]
 
-Parts, in processes of their own where engines are compared: `models` has decode steps of a mixture against dense models
-of the active size and as large as the experts touched, and a random Qwen3-MoE against transformers and llama.cpp. The
-JSON is rewritten after every figure.
+Parts, in processes of their own where engines are compared: `kernels` has gating by tables against one-hot masks, and
+an MLP of experts against dense ones and against a loop over all experts; `models` has decode steps of a mixture against
+dense models of the active size and as large as the experts touched, and a random Qwen3-MoE against transformers and
+llama.cpp. The JSON is rewritten after every figure.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import importlib
 from benchmarks.report import Report
 from benchmarks.workers import add_options
 
-PARTS = ("models",)
+PARTS = ("kernels", "models")
 """The modules that measure, each by its `run`."""
 
 
