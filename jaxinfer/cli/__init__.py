@@ -22,6 +22,7 @@ from jaxinfer.cli.experts import app as experts_app
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
+from jaxinfer.cli.moe import app as moe_app
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.tune import tune
 from jaxinfer.cli.verify import verify
@@ -99,3 +100,4 @@ for _command in (cache, chat, convert, embed, generate, info, inspect, plan, tun
 app.add_typer(bench_app, name="bench")
 app.add_typer(elastic_app, name="elastic")
 app.add_typer(experts_app, name="experts")
+app.add_typer(moe_app, name="moe")

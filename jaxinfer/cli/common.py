@@ -104,12 +104,13 @@ def sampling_params(ctx: typer.Context, **others: Any) -> "SamplingParams":
     )
 
 
-def load_llm(ctx: typer.Context, *, max_batch: int) -> "LLM":
-    """Load a command's model, with the options above."""
+def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
+    """Load a command's model, with the options above and others."""
     from jaxinfer.generation import LLM
 
     adapter = ctx.params.get("adapter")
-    return LLM(**model_options(ctx), max_batch=max_batch, adapters={ADAPTER: adapter} if adapter else None)
+    adapters = {ADAPTER: adapter} if adapter else None
+    return LLM(**model_options(ctx), max_batch=max_batch, adapters=adapters, **options)
 
 
 def model_options(ctx: typer.Context) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -26,7 +27,7 @@ from jaxinfer.models.config import (
     ViTConfig,
     YoloConfig,
 )
-from jaxinfer.models.leaves import canonical_leaves
+from jaxinfer.models.leaves import canonical_leaves, layer_of
 from jaxinfer.models.weight_format import WeightFormat
 
 _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
@@ -237,3 +238,18 @@ def _known[T](name: str, presets: dict[str, T]) -> T:
 def parameter_count(config: ModelConfig) -> int:
     """Count the parameters of a model without allocating it."""
     return sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """Count the parameters that a token is computed with: all but those of the experts that it is not sent to."""
+
+    def active(name: str, leaf: Leaf) -> int:
+        size, layer = math.prod(leaf.shape), layer_of(name)
+        if not leaf.parts or layer is None:
+            return size
+        assert isinstance(config, DecoderConfig)
+        moe = config.mlp_in(layer).moe
+        assert moe is not None
+        return size // moe.router.experts * moe.router.experts_per_token
+
+    return sum(active(name, leaf) for name, leaf in canonical_leaves(config, WeightFormat()).items())

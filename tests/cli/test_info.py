@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 import json
 import pathlib
@@ -17,6 +18,7 @@ from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model, open_model
 from jaxinfer.serving.budget import HOST
 from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
+from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -31,7 +33,11 @@ def model(tmp_path_factory):
 def _rows(*arguments: object) -> dict[str, str]:
     done = CliRunner().invoke(app, ["info", *map(str, arguments)])
     assert done.exit_code == 0, done.output
-    cells = (line.strip("│").split("│") for line in done.stdout.splitlines() if line.startswith("│"))
+    return _cells(done.stdout)
+
+
+def _cells(output: str) -> dict[str, str]:
+    cells = (line.strip("│").split("│") for line in output.splitlines() if line.startswith("│"))
     return {name.strip(): value.strip() for name, value, *_ in cells}
 
 
@@ -215,3 +221,27 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
     assert not re.search(r"WeightFormat|dtype\(|=None|max_adapters=0", output)
     convert(GOLDENS / "bert_pooled", tmp_path / "other")
     assert "No programs of this model were measured on" in shown(tmp_path / "other")
+
+
+def test_a_mixture_of_experts(tmp_path):
+    """Of the 4 experts of 3 * 32 * 24 numbers in each of 2 layers a token has 2."""
+    path = save_tiny(tmp_path / "moe", config=MOE_CONFIGS["shared"])
+    done = CliRunner().invoke(app, ["info", str(path), "--quantize", "int8", "--dtype", "bfloat16", "--target", "h200"])
+    rows = _cells(done.stdout)
+    assert rows["experts"] == "4 of 24 gated"
+    assert rows["experts per token"] == "2"
+    assert rows["shared expert"] == "16 gated, gated"
+    assert rows["layers with experts"] == "2"
+    assert "MLP hidden" not in rows
+    total, active = (int(rows[name].replace(",", "")) for name in ("parameters", "active parameters"))
+    assert total - active == 2 * 2 * 3 * 32 * 24
+    assert rows["weights"] == decimal(open_model(path, quantize="int8", dtype="bfloat16").bytes_per_device())
+    assert re.search(r"\n grouped_matmul +xla +xla ", done.stdout)
+    assert re.search(r"\n top_k_gating +mosaic +mosaic ", done.stdout)
+    assert re.search(r"No kernel in decode, batch 8: grouped_matmul takes .*int8", done.stdout)
+    mixed = MOE_CONFIGS["sigmoid"].layer_mlps[1]
+    moe = dataclasses.replace(mixed.moe, router=dataclasses.replace(mixed.moe.router, capacity_factor=1.5))
+    config = dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, dataclasses.replace(mixed, moe=moe)))
+    rows = _rows(save_tiny(tmp_path / "mixed", config=config))
+    assert (rows["MLP hidden"], rows["layers with experts"]) == ("48 gated", "1")
+    assert rows["experts per token"] == "2, at most 1.5 times their even share"

@@ -44,6 +44,13 @@ def save_experts(folder: Path) -> None:
     (folder / "board.toml").write_text(BOARD)
 
 
+def save_mixture(folder: Path) -> None:
+    """Write a tiny mixture of experts."""
+    from tests.tiny import MOE_CONFIGS, save_tiny
+
+    save_tiny(folder / "moe", config=MOE_CONFIGS["shared"])
+
+
 def save_gguf(folder: Path) -> None:
     """Write a tiny Llama in GGUF."""
     with zipfile.ZipFile(ROOT / "tests/goldens/gguf/models.zip") as archive:
@@ -54,4 +61,5 @@ PREPARED: dict[Path, Callable[[Path], None]] = {
     Path("docs/how-to/adapters.md"): save_adapters,
     Path("docs/how-to/gguf.md"): save_gguf,
     Path("docs/experts.md"): save_experts,
+    Path("docs/moe.md"): save_mixture,
 }

@@ -329,6 +329,47 @@ def _llama(path: pathlib.Path, *, layers: int, embed: int, hidden: int, shards: 
     return total
 
 
+def _mixtral(path: pathlib.Path, *, experts: int, embed: int, hidden: int) -> int:
+    """A mixtral of one layer in float16; returns the bytes of its largest leaf."""
+    _llama(path, layers=1, embed=embed, hidden=hidden)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": 2, "sliding_window": None}
+    (path / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    noise = np.random.default_rng(0).standard_normal(9973).astype(np.float16)
+    module, tensors = "model.layers.0.block_sparse_moe", load_file(path / "0.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    tensors[f"{module}.gate.weight"] = np.resize(noise, (experts, embed))
+    for expert in range(experts):
+        shapes = {"w1": (hidden, embed), "w3": (hidden, embed), "w2": (embed, hidden)}
+        tensors |= {f"{module}.experts.{expert}.{w}.weight": np.resize(noise, shape) for w, shape in shapes.items()}
+    save_file(tensors, path / "0.safetensors")
+    _edit(path / "model.safetensors.index.json", weight_map=dict.fromkeys(tensors, "0.safetensors"))
+    return experts * 2 * hidden * embed * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}, {"quantize": "fp8"}], ids=str)
+def test_verify_reads_each_expert(tmp_path, out, options):
+    _mixtral(tmp_path / "hf", experts=3, embed=128, hidden=128)
+    convert(tmp_path / "hf", out, **options)
+    report = compare_tensors(out, tmp_path / "hf")
+    assert not report.beyond
+    assert report.tensors == len(HuggingFaceModel(tmp_path / "hf").leaf_names) > 3 * 2
+    name, changed = "model.layers.0.block_sparse_moe.experts.2.w2.weight", load_file(tmp_path / "hf/0.safetensors")
+    save_file(changed | {name: changed[name] + np.float16(1)}, tmp_path / "hf/0.safetensors")
+    assert compare_tensors(out, tmp_path / "hf").beyond == ("layers.0.mlp.experts.down.weight.2",)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_experts_quantised_at_load_are_those_quantised_by_convert(tmp_path, quantize):
+    _mixtral(tmp_path / "hf", experts=3, embed=128, hidden=128)
+    convert(tmp_path / "hf", tmp_path / "float")
+    convert(tmp_path / "hf", tmp_path / "quantised", quantize=quantize)
+    at_load, stored = load_model(tmp_path / "float", quantize=quantize), load_model(tmp_path / "quantised")
+    for name, leaf in stored.leaves.items():
+        if ".experts." in name:
+            np.testing.assert_array_equal(np.asarray(at_load.leaves[name]), np.asarray(leaf), err_msg=name)
+
+
 def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})

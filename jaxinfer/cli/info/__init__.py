@@ -1,7 +1,6 @@
 """`jaxinfer info`: whether a model is supported, what it is and needs, and the measured costs of its programs."""
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from textwrap import shorten
@@ -12,7 +11,7 @@ import typer
 from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
 
 if TYPE_CHECKING:
-    from jaxinfer.models.config import TransformerConfig, VisionConfig, ViTConfig
+    from jaxinfer.models.config import MlpConfig, TransformerConfig, VisionConfig, ViTConfig
     from jaxinfer.models.files.description import Description
 
 
@@ -48,11 +47,12 @@ def info(
     from jaxinfer.cli.info.kernels import print_kernels
     from jaxinfer.compiled.target import Target
     from jaxinfer.generation.execution.memory import device_tenants
-    from jaxinfer.models import VisionConfig, WeightFormat
+    from jaxinfer.models import VisionConfig
     from jaxinfer.models.devices import bytes_per_device, default_dtype
     from jaxinfer.models.files.description import weight_format
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+    from jaxinfer.models.presets import active_parameter_count, parameter_count
     from jaxinfer.pallas_kernels.target import gpu_or_none
     from jaxinfer.serving.budget import Budget, Reservation
     from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -73,7 +73,7 @@ def info(
 
     fitted = fit(config, weights, layout.abstract(), rules, stored=description.quantization).config
     leaves = canonical_leaves(fitted, weights)
-    parameters = sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
+    parameters, active = parameter_count(config), active_parameter_count(config)
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
     cache_bytes = bytes_per_device(cache_leaves(fitted, weights, max_batch, context), layout.abstract(), rules)
 
@@ -83,6 +83,7 @@ def info(
         ("family", f"{description.family} ({description.kind})"),
         *(_vision_rows(config) if reads_images else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),
+        ("active parameters", f"{active:,}" if active < parameters else ""),
         ("stored as", description.quantization or description.dtype),
         *shown.rows.items(),
         ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
@@ -158,8 +159,31 @@ def _layer_rows(config: "TransformerConfig | ViTConfig") -> list[tuple[str, obje
         ("layers", config.layers),
         ("width", config.embed),
         ("heads", f"{attention.q_heads} of {attention.head_dim}, {attention.kv_heads} KV"),
-        ("MLP hidden", f"{config.mlp.hidden}{' gated' if config.mlp.gated else ''}"),
+        *_mlp_rows(config),
     ]
+
+
+def _mlp_rows(config: "TransformerConfig | ViTConfig") -> list[tuple[str, object]]:
+    from jaxinfer.models import DecoderConfig
+
+    if not isinstance(config, DecoderConfig) or not config.moe_layers:
+        return [("MLP hidden", _width(config.mlp))]
+    dense = [config.mlp_in(layer) for layer in range(config.layers) if layer not in config.moe_layers]
+    experts = config.mlp_in(config.moe_layers[0])
+    assert experts.moe is not None
+    router, shared = experts.moe.router, experts.shared
+    capacity = f", at most {router.capacity_factor:g} times their even share" if router.capacity_factor else ""
+    return [
+        ("MLP hidden", _width(dense[0]) if dense else ""),
+        ("experts", f"{router.experts} of {_width(experts)}"),
+        ("experts per token", f"{router.experts_per_token}{capacity}"),
+        ("shared expert", f"{_width(shared)}, {experts.moe.shared_mix}" if shared else ""),
+        ("layers with experts", len(config.moe_layers)),
+    ]
+
+
+def _width(mlp: "MlpConfig") -> str:
+    return f"{mlp.hidden}{' gated' if mlp.gated else ''}"
 
 
 def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:

@@ -26,6 +26,7 @@ from jaxinfer.models.files.description import CONFIG, Description, require_trans
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
+from jaxinfer.pallas_kernels.weights import QuantizedFormat, Weights
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 from jaxinfer.progress import long_work
 from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules
@@ -150,7 +151,7 @@ class OpenedModel:
             mesh=self.mesh,
             rules=self.rules,
             dtype=self.weights.dtype,
-            keep=lambda name: self.shapes[name].dtype == self.manifest.leaves[name].dtype,
+            keep=self._keeps,
             only=only,
             takes=self.fitting.of_leaf,
         )
@@ -162,6 +163,12 @@ class OpenedModel:
                     arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
                     work.advance()
         return {name: arrays[name] for name in self.shapes if name in arrays}
+
+    def _keeps(self, name: str) -> bool:
+        """Return whether a leaf is read as stored: in its own format, or narrower than what it is quantised from."""
+        stored, target = np.dtype(self.manifest.leaves[name].dtype), np.dtype(self.shapes[name].dtype)
+        narrower = stored.itemsize < self.weights.dtype.itemsize
+        return stored == target or (quantized_format(target) is not None and narrower)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -314,6 +321,12 @@ def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
     quantized = quantized_format(target.dtype)
     if quantized is None or quantized_format(array.dtype) == quantized:
         return {name: array}
-    matrix, scale = quantize_matrix(array, quantized)
+    matrix, scale = (_quantize_each if target.parts else quantize_matrix)(array, quantized)
     assert scale is not None
     return {name: matrix, scale_name(name): scale}
+
+
+@functools.partial(jax.jit, static_argnames="fmt")
+def _quantize_each(stack: jax.Array, fmt: QuantizedFormat) -> Weights:
+    """Quantise matrices one after the other: [E, N, K] of all of them in float32 may be too large."""
+    return jax.lax.map(lambda matrix: quantize_matrix(matrix, fmt), stack)

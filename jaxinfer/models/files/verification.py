@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.models.config import DecoderConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.conversion import HuggingFaceModel
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import LoadedModel, load_model
-from jaxinfer.models.leaves import quantized_format, scale_name
+from jaxinfer.models.leaves import part_of, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize
 
 
@@ -60,16 +61,24 @@ def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]
             f"{path}: config.json describes another model than {hf_dir}; name the directory it was converted from."
         )
     scales = checkpoints.load(path, only=lambda name: name.endswith(".scale"))
-    worst, beyond = 0.0, []
-    for name, stored in checkpoints.stream(path, only=set(source.leaf_names).__contains__):
-        reference = source.read(name).astype(np.float32)
-        weights = Weights(stored, scales.get(scale_name(name)) if quantized_format(stored.dtype) else None)
-        actual, allowed = np.asarray(dequantize(weights, jnp.float32)), _rounding(reference, weights)
-        difference = np.abs(reference - actual)
-        worst = max(worst, float(difference.max()))
-        if (difference > allowed).any():
-            beyond.append(name)
+    worst, beyond, names = 0.0, [], set(source.leaf_names)
+    for leaf, stored in checkpoints.stream(path, only={part_of(name)[0] for name in names}.__contains__):
+        weights = Weights(stored, scales.get(scale_name(leaf)) if quantized_format(stored.dtype) else None)
+        for name, matrix in [(leaf, weights)] if leaf in names else _parts(leaf, weights):
+            reference = source.read(name).astype(np.float32)
+            actual, allowed = np.asarray(dequantize(matrix, jnp.float32)), _rounding(reference, matrix)
+            difference = np.abs(reference - actual)
+            worst = max(worst, float(difference.max()))
+            if (difference > allowed).any():
+                beyond.append(name)
     return TensorReport(tensors=len(source.leaf_names), max_abs_diff=worst, beyond=tuple(sorted(beyond)))
+
+
+def _parts(leaf: str, stack: Weights) -> Iterator[tuple[str, Weights]]:
+    """Yield the matrix of each expert, by its name in the plan of a conversion."""
+    for index in range(len(stack.weight)):
+        scale = None if stack.scale is None else stack.scale[index]
+        yield part_name(leaf, index), Weights(stack.weight[index], scale)
 
 
 def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
