@@ -1,10 +1,14 @@
-"""Known models as configs: the DeepSpeed Inference paper's Table I, Llama, Qwen and Gemma shapes, models of images.
+"""Known models as configs: the DeepSpeed Inference paper's Tables I and II, Llama, Qwen, Gemma and Mixtral shapes,
+models of images.
 
-The table gives layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
-published model, or GPT-2's if none is published. If the table's rounding contradicts the published model, the
-published numbers are used (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Nothing is downloaded or allocated here.
+The tables give layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
+published model, or GPT-2's if none is published. If a table's rounding contradicts the published model, the published
+numbers are used (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Two rows of Table II contradict their own count of
+parameters, which is that of 40 layers (8B+MoE-128), of 32 layers of 8000 (24B+MoE-128). Nothing is downloaded or
+allocated here.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,11 +22,13 @@ from jaxinfer.models.config import (
     DecoderConfig,
     MlpConfig,
     ModelConfig,
+    MoeConfig,
     NormConfig,
     NormKind,
     PositionKind,
     PositionsConfig,
     ResNetConfig,
+    RouterConfig,
     VisionConfig,
     ViTConfig,
     YoloConfig,
@@ -46,6 +52,14 @@ def _gpt(*, embed: int, layers: int, heads: int, context: int = 2048) -> Decoder
         norm=_LAYER_NORM,
         tied=True,
     )
+
+
+def _gpt_moe(*, embed: int, layers: int, heads: int) -> DecoderConfig:
+    """Arrange layers as GPT-2 does, with 128 experts in every second one, of which a token has one (Table II)."""
+    dense = _gpt(embed=embed, layers=layers, heads=heads)
+    router = RouterConfig(experts=128, experts_per_token=1, normalize=False)
+    experts = dataclasses.replace(dense.mlp, moe=MoeConfig(router=router))
+    return dataclasses.replace(dense, layer_mlps=(dense.mlp, experts))
 
 
 def _llama(
@@ -112,6 +126,21 @@ _QWEN3 = DecoderConfig(
     tied=True,
 )
 
+_QWEN3_MOE = dataclasses.replace(
+    _QWEN3,
+    embed=2048,
+    layers=48,
+    attention=dataclasses.replace(_QWEN3.attention, q_heads=32, kv_heads=4),
+    mlp=dataclasses.replace(
+        _QWEN3.mlp, hidden=768, moe=MoeConfig(router=RouterConfig(experts=128, experts_per_token=8))
+    ),
+    tied=False,
+)
+
+_MIXTRAL = _llama(
+    vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, hidden=14_336, context=32_768, theta=1_000_000.0
+)
+
 _GEMMA3_LOCAL = PositionsConfig(kind=PositionKind.ROTARY, theta=10_000.0, rotary_dim=256)
 _GEMMA3_GLOBAL = PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=256)
 _GEMMA3 = DecoderConfig(
@@ -139,6 +168,11 @@ PRESETS: dict[str, DecoderConfig] = {
     "gpt-87b": _gpt(embed=12_288, layers=48, heads=96),
     "lm-175b": _gpt(embed=12_288, layers=96, heads=96),
     "lm-530b": _gpt(embed=20_480, layers=105, heads=128),
+    "gpt-moe-52b": _gpt_moe(embed=2048, layers=24, heads=16),
+    "gpt-moe-107b": _gpt_moe(embed=3584, layers=16, heads=28),
+    "gpt-moe-349b": _gpt_moe(embed=4096, layers=40, heads=32),
+    "gpt-moe-1t": _gpt_moe(embed=8000, layers=32, heads=125),
+    "gpt-moe-2t": _gpt_moe(embed=8192, layers=58, heads=64),
     "llama3-8b": _llama(
         vocab=128_256,
         embed=4096,
@@ -159,7 +193,12 @@ PRESETS: dict[str, DecoderConfig] = {
         context=8192,
         theta=500_000.0,
     ),
+    "mixtral-8x7b": dataclasses.replace(
+        _MIXTRAL,
+        mlp=dataclasses.replace(_MIXTRAL.mlp, moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2))),
+    ),
     "qwen3-0.6b": _QWEN3,
+    "qwen3-30b-a3b": _QWEN3_MOE,
     "gemma3-1b": _GEMMA3,
     "llama-213m": _llama(  # for the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
         vocab=32_000,

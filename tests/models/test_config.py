@@ -6,19 +6,28 @@ import math
 import numpy as np
 import pytest
 
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import (
     AttentionConfig,
+    BlockKind,
     EncoderConfig,
+    GroupScore,
+    MoeConfig,
     PositionKind,
     PositionsConfig,
     ResNetConfig,
     RopeScaling,
+    RouterConfig,
+    SharedMix,
     alibi_slopes,
 )
+from jaxinfer.models.files.description import Description
 from jaxinfer.models.layers.rotary import rotary_frequencies, rotary_table
 from jaxinfer.models.presets import preset
 
 LLAMA = preset("llama-213m")
+ROUTER = RouterConfig(experts=8, experts_per_token=3)
+EXPERTS = dataclasses.replace(LLAMA.mlp, moe=MoeConfig(router=ROUTER))
 RESNET = ResNetConfig(labels=("a",), stem=8, widths=(8, 8), depths=(1, 1), bottleneck=False, image_size=8)
 
 
@@ -28,8 +37,9 @@ def change(part, **values):
 
 def encoder(**changes):
     """Makes an encoder with attention and MLP of a decoder."""
-    fields = {"attention": LLAMA.attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)} | changes
-    return lambda: EncoderConfig(vocab=8, embed=8, layers=1, context=8, mlp=LLAMA.mlp, norm=LLAMA.norm, **fields)
+    fields = {"attention": LLAMA.attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)}
+    fields |= {"mlp": LLAMA.mlp} | changes
+    return lambda: EncoderConfig(vocab=8, embed=8, layers=1, context=8, norm=LLAMA.norm, **fields)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +57,21 @@ def encoder(**changes):
         (change(LLAMA.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
         (change(LLAMA, word_embed=0), r"DecoderConfig\.word_embed must be >= 1, got 0"),
         (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),
+        (change(ROUTER, experts=2), r"RouterConfig\.experts_per_token=3 is more than experts=2"),
+        (change(ROUTER, experts_per_token=0), r"RouterConfig\.experts_per_token must be >= 1, got 0"),
+        (change(ROUTER, groups=3), r"RouterConfig\.groups=3 must divide experts=8"),
+        (change(ROUTER, groups=2, groups_per_token=3), "groups_per_token=3 be at most groups"),
+        (change(ROUTER, groups=4), "groups_per_token=1 groups have 2 experts, fewer than experts_per_token=3"),
+        (
+            change(ROUTER, groups=8, groups_per_token=4, group_score=GroupScore.TOP_2_SUM),
+            "group_score=top_2_sum needs groups of two experts or more",
+        ),
+        (change(ROUTER, capacity_factor=0.9), r"RouterConfig\.capacity_factor must be at least 1, got 0\.9"),
+        (change(ROUTER, capacity_factor=math.nan), r"RouterConfig\.capacity_factor must be at least 1, got nan"),
+        (change(EXPERTS.moe, shared_hidden=-1), r"MoeConfig\.shared_hidden must be >= 0, got -1"),
+        (change(EXPERTS.moe, shared_mix=SharedMix.GATED), r"MoeConfig\.shared_mix=gated needs a shared MLP"),
+        (change(LLAMA, mlp=EXPERTS, block=BlockKind.PARALLEL), "block=parallel is not implemented with experts"),
+        (encoder(mlp=EXPERTS), r"EncoderConfig\.mlp\.moe is not implemented: only decoders have experts"),
         (lambda: RopeScaling(kind="dynamic", factor=2.0), "kind='dynamic' is not implemented"),
         (lambda: RopeScaling(kind="yarn", factor=2.0), "original_context must be >= 1 for yarn"),
         (encoder(positions=LLAMA.positions), "kind=rotary is not implemented; use learned"),
@@ -63,6 +88,17 @@ def test_refusals_name_the_field(make, message):
 
 def test_configs_are_hashable():
     assert hash(LLAMA) == hash(dataclasses.replace(LLAMA))
+
+
+def test_an_unknown_kind_of_router_in_a_model_directory_is_refused(tmp_path):
+    config = dataclasses.replace(LLAMA, layer_mlps=(LLAMA.mlp, EXPERTS))
+    description = Description(family="mixtral", config=config, dtype="float32")
+    (tmp_path / "config.json").write_bytes(description.to_json())
+    assert Description.read(tmp_path) == description
+    (tmp_path / "config.json").write_bytes(description.to_json().replace(b'"softmax"', b'"tanh"'))
+    with pytest.raises(CheckpointError, match=r"config\.json: .*'tanh'.*router\.kind") as error:
+        Description.read(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_windows_cycle_over_layers():

@@ -13,12 +13,22 @@ EXACT = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "qwen3-0.6b": 596_049_920,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gemma3-1b": 999_885_952,
     # table and head, layers of (qkv, out, gate, up and down, two norms), the last norm
     "llama-213m": 2 * 32_000 * 1024 + 16 * (1536 * 1024 + 1024 * 1024 + 3 * 2816 * 1024 + 2 * 1024) + 1024,
 }
 # The DeepSpeed Inference paper's Table I in billions, rounded there: within 1.2 %.
 ROUNDED = {"gpt-13b": 13, "gpt-50b": 50, "gpt-87b": 87, "lm-175b": 175, "lm-530b": 530}
+# Its Table II in millions, without embeddings, biases, norms and routers.
+EXPERTS = {
+    "gpt-moe-52b": 52_345,
+    "gpt-moe-107b": 106_871,
+    "gpt-moe-349b": 348_966,
+    "gpt-moe-1t": 1_064_960,
+    "gpt-moe-2t": 2_024_003,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -26,6 +36,11 @@ def test_parameter_count(name):
     count = parameter_count(PRESETS[name])
     if name in EXACT:
         assert count == EXACT[name]
+    elif name in EXPERTS:
+        config = PRESETS[name]
+        embeddings = (config.vocab + config.context) * config.embed
+        assert count - embeddings == pytest.approx(EXPERTS[name] * 1e6, rel=0.0015)
+        assert config.moe_layers == tuple(range(1, config.layers, 2))
     else:
         assert count == pytest.approx(ROUNDED[name] * 1e9, rel=0.012)
 
