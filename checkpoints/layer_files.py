@@ -1,8 +1,10 @@
 """Layers on disk as devices take them: one aligned file a layer, which is read past the page cache and verified.
 
-FOLDER/layer-00000.bin   the layer's leaves, fitted and quantised; each device's slice of a leaf is contiguous, and
-                         begins at a multiple of 4 KiB, which `O_DIRECT` needs and JAX takes without a copy on a CPU
-FOLDER/layers.json       what is where, a crc32c of every 8 MiB, and one of all this; written last
+FOLDER/layer-00000.bin         the layer's leaves, fitted and quantised; each device's slice of a leaf is contiguous,
+                               and begins at a multiple of 4 KiB, which `O_DIRECT` needs and JAX takes without a copy
+                               on a CPU
+FOLDER/expert-00000-00000.bin  likewise those of one expert of a layer, which the layer's own file then lacks
+FOLDER/layers.json             what is where, a crc32c of every block, and one of all this; written last
 
 Orbax's files are unaligned and compressed in parts: reading a layer of them takes a core and half the disk's speed.
 """
@@ -15,6 +17,7 @@ import math
 import mmap
 import os
 import pathlib
+import re
 import shutil
 import stat
 import threading
@@ -37,6 +40,8 @@ MANIFEST = "layers.json"
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 << 20
 """Read at once, and verified by itself; at 8 MiB a read costs the CPU least for each byte."""
+EXPERT_BLOCK_BYTES = 2 << 20
+"""Likewise where experts have files of their own: of the few that a token needs, all threads read parts."""
 HUGE_PAGE = 2 << 20
 ATTEMPTS = 4
 """How often a block is read before its error counts."""
@@ -65,12 +70,18 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredLayer:
-    """A layer's file: its name, its bytes, what is in it, and the crc32c of every block."""
+    """The file of a layer, or of an expert: its name, its bytes, what is in it, and the crc32c of every block."""
 
     file: str
     bytes: int
     leaves: tuple[StoredLeaf, ...]
     crc32c: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        """Its content in words, such as "layer 3" or "layer 3, expert 12"."""
+        numbers = map(int, re.findall(r"\d+", self.file))
+        return ", ".join(f"{what} {number}" for what, number in zip(("layer", "expert"), numbers, strict=False))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,7 @@ class LayerFiles:
 
     Attributes:
       folder: the same.
-      layers: what each layer has.
+      layers: what each layer has, and then each expert.
       retries: reads that failed or did not verify and were done again.
 
     Raises CheckpointError for a folder that is damaged, truncated, or not such a folder.
@@ -113,9 +124,9 @@ class LayerFiles:
         self.folder, self._preadv, self.retries = folder, preadv, 0
         manifest = _read_manifest(folder)
         self.layers, self._block_bytes = manifest.layers, manifest.block_bytes
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             if problem := _problem(inside(folder, layer.file), layer.bytes):
-                raise CheckpointError(f"layer {index}: {problem}; {self._remedy}.")
+                raise CheckpointError(f"{layer.title}: {problem}; {self._remedy}.")
 
     @property
     def _remedy(self) -> str:
@@ -127,18 +138,13 @@ class LayerFiles:
             raise CheckpointError(
                 f"{self.folder}: has {len(self.layers)} layers, and the model has {len(layers)}; {self._remedy}."
             )
-        for index, (shapes, layer) in enumerate(zip(layers, self.layers, strict=True)):
+        for shapes, layer in zip(layers, self.layers, strict=True):
             stored = [(leaf.name, leaf.dtype, leaf.shape, _ends(leaf, layer)) for leaf in layer.leaves]
             expected = [(name, x.dtype.name, x.shape, _divided(x)) for name, x in shapes.items()]
             if stored != expected:
                 other = next((a for a, b in itertools.zip_longest(stored, expected) if a != b), None)
                 what = "lacks a leaf" if other is None else f"{other[0]} {other[1]}{list(other[2])} is not the model's"
-                raise CheckpointError(f"layer {index}: {self.folder / layer.file}: {what}; {self._remedy}.")
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest layer."""
-        return max(layer.bytes for layer in self.layers)
+                raise CheckpointError(f"{layer.title}: {self.folder / layer.file}: {what}; {self._remedy}.")
 
     def blocks(self, layer: int) -> range:
         """Return the offsets of a layer's blocks."""
@@ -148,7 +154,7 @@ class LayerFiles:
         """Return a block of a layer, as errors name it."""
         stored = self.layers[layer]
         end = min(offset + self._block_bytes, stored.bytes)
-        return f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {end}"
+        return f"{stored.title}: {self.folder / stored.file}, bytes {offset} to {end}"
 
     def read_block(
         self, layer: int, offset: int, buffer: memoryview, *, given_up: threading.Event | None = None
@@ -294,6 +300,7 @@ def write_layers(
     layers: int,
     read: Callable[[int], Mapping[str, jax.Array]],
     *,
+    experts: Sequence[tuple[int, int]] = (),
     total_bytes: int,
     about: str = "",
 ) -> None:
@@ -303,7 +310,9 @@ def write_layers(
 
     Args:
       layers: how many.
-      read: the leaves of a layer, placed as they will be used, in the order in which they will be wanted.
+      read: the leaves of a layer, placed as they will be used, in the order in which they will be wanted; after the
+        layers, at further indices, those of the experts.
+      experts: the layer and number of each expert that has a file of its own.
       total_bytes: about how many bytes there will be.
       about: what they are of, for people.
     Raises CheckpointError if the disk is full.
@@ -320,11 +329,14 @@ def write_layers(
             made = partial / "layers"
             made.mkdir()
             stored = []
-            with long_work("writing layer files", total=layers) as work:
-                for index in range(layers):
-                    stored.append(_write_layer(made, f"layer-{index:05}.bin", read(index)))
+            names = [f"layer-{layer:05}.bin" for layer in range(layers)]
+            names += [f"expert-{layer:05}-{expert:05}.bin" for layer, expert in experts]
+            block_bytes = EXPERT_BLOCK_BYTES if experts else BLOCK_BYTES
+            with long_work("writing layer files", total=len(names)) as work:
+                for index, name in enumerate(names):
+                    stored.append(_write_layer(made, name, read(index), block_bytes))
                     work.advance()
-            manifest = LayersManifest(format=FORMAT, about=about, block_bytes=BLOCK_BYTES, layers=tuple(stored))
+            manifest = LayersManifest(format=FORMAT, about=about, block_bytes=block_bytes, layers=tuple(stored))
             manifest = dataclasses.replace(manifest, checksum=crc32c.crc32c(manifest.encoded()))
             _write(made / MANIFEST, msgspec.json.encode(manifest))
             made.rename(folder)
@@ -335,7 +347,7 @@ def write_layers(
         ) from error
 
 
-def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array]) -> StoredLayer:
+def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array], block_bytes: int) -> StoredLayer:
     """Write a layer's file: first what every device has, then the slices of one device after the other."""
     slices = [(rank, *part) for leaf, array in leaves.items() for rank, part in enumerate(_slices(leaf, array))]
     size, placed = 0, []
@@ -347,7 +359,7 @@ def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array
         target = buffer[where.offset : where.offset + part.nbytes]
         target[:] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     _write(folder / name, buffer.data)
-    blocks = range(0, size, BLOCK_BYTES)
+    blocks = range(0, size, block_bytes)
     return StoredLayer(
         file=name,
         bytes=size,
@@ -360,7 +372,7 @@ def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array
             )
             for leaf, array in leaves.items()
         ),
-        crc32c=tuple(crc32c.crc32c(buffer[at : at + BLOCK_BYTES].data) for at in blocks),
+        crc32c=tuple(crc32c.crc32c(buffer[at : at + block_bytes].data) for at in blocks),
     )
 
 

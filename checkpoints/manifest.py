@@ -80,6 +80,11 @@ class Manifest:
         """Bytes of all weights as stored."""
         return sum(leaf.bytes for leaf in self.leaves.values())
 
+    def leaf(self, name: str) -> Leaf:
+        """Return a leaf, or a part of one, by its name."""
+        whole, index = part_of(name)
+        return self.leaves[whole] if index is None else self.leaves[whole].part
+
 
 def part_name(name: str, index: int) -> str:
     """Return the name that a part of a leaf is stored under.
@@ -88,6 +93,16 @@ def part_name(name: str, index: int) -> str:
     'layers.0.mlp.experts.down.weight.7'
     """
     return f"{name}.{index}"
+
+
+def part_of(name: str) -> tuple[str, int | None]:
+    """Return the leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
+
+    >>> part_of("layers.0.mlp.experts.down.weight.7")
+    ('layers.0.mlp.experts.down.weight', 7)
+    """
+    whole, _, last = name.rpartition(".")
+    return (whole, int(last)) if last.isdigit() else (name, None)
 
 
 def encode_manifest(leaves: dict[str, Leaf], files: dict[str, File]) -> bytes:

@@ -58,7 +58,7 @@ class OrbaxFolder:
         return _sha256(inside(self.path, name), progress)
 
     def open_leaves(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the TensorStores of leaves, of which nothing but metadata is read.
+        """Return the TensorStores of leaves, or parts of leaves, of which nothing but metadata is read.
 
         TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model. It goes by
         metadata of its own, which must be what the manifest says.
@@ -72,7 +72,8 @@ class OrbaxFolder:
         def opening(name: str) -> Any:
             return ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
 
-        parts = {name: self.manifest.leaves[name].parts for name in names}
+        leaves = {name: self.manifest.leaf(name) for name in names}
+        parts = {name: leaf.parts for name, leaf in leaves.items()}
         futures = {
             name: [opening(part_name(name, index)) for index in range(count)] if count else [opening(name)]
             for name, count in parts.items()
@@ -80,7 +81,7 @@ class OrbaxFolder:
         results = {name: [future.result() for future in each] for name, each in futures.items()}
         stores = {name: ts.stack(each) if parts[name] else each[0] for name, each in results.items()}
         for name, store in stores.items():
-            leaf = self.manifest.leaves[name]
+            leaf = leaves[name]
             if (stored := f"{store.dtype.name}{list(store.shape)}") != str(leaf):
                 raise CheckpointError(
                     f"{self.path}: {name} is stored as {stored}, and {MANIFEST} says {leaf}; copy or convert again."

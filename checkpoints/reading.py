@@ -12,7 +12,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.layouts import open_checkpoint
-from jaxinfer.checkpoints.manifest import Leaf
+from jaxinfer.checkpoints.manifest import Leaf, part_name, part_of
 from jaxinfer.checkpoints.orbax_folder import OrbaxFolder
 from jaxinfer.checkpoints.single_file import SingleFile
 from jaxinfer.sharding import ShardingRules
@@ -37,6 +37,7 @@ def stream(
     dtype: jax.typing.DTypeLike | None = None,
     keep: Callable[[str], bool] | None = None,
     only: Callable[[str], bool] | None = None,
+    part: int | None = None,
     takes: Callable[[str, Leaf], Takes] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield weights one after the other, for a caller that converts each and drops the original.
@@ -49,17 +50,22 @@ def stream(
         quantised matrices stay as stored.
       keep: selects leaves that stay as stored in any case.
       only: selects leaves by dotted path; nothing else is read. None: all.
+      part: of the leaves that are stored in parts this one alone is read, under its own name; no other leaf is.
       takes: which stored indices the dimensions of a leaf have. None: all, in order.
     """
     checkpoint = open_checkpoint(pathlib.Path(path).resolve())
     leaves = {name: leaf for name, leaf in checkpoint.manifest.leaves.items() if only is None or only(name)}
+    if part is not None:
+        leaves = {part_name(name, part): leaf.part for name, leaf in leaves.items() if leaf.parts}
     taken = {name: takes(name, leaf) if takes else (None,) * len(leaf.shape) for name, leaf in leaves.items()}
     targets = {}
     for name, leaf in leaves.items():
         shape = tuple(n if take is None else len(take) for n, take in zip(leaf.shape, taken[name], strict=True))
         sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
-        cast_to = None if keep is not None and keep(name) else dtype
-        targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, cast_to), sharding=sharding)
+        whole, _ = part_of(name)
+        cast_to = None if keep is not None and keep(whole) else dtype
+        target_dtype = _target_dtype(whole, checkpoint.manifest.leaves[whole], cast_to)
+        targets[name] = jax.ShapeDtypeStruct(shape, target_dtype, sharding=sharding)
     for group in _groups(targets, leaves):
         arrays = _read(checkpoint, group, taken)
         while arrays:

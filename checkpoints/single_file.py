@@ -17,7 +17,16 @@ import msgspec
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.manifest import MANIFEST, STATE, File, Leaf, Manifest, decode_manifest, encode_manifest
+from jaxinfer.checkpoints.manifest import (
+    MANIFEST,
+    STATE,
+    File,
+    Leaf,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    part_of,
+)
 
 SINGLE_FILE = "checkpoint.safetensors"
 MAX_BYTES = 16 << 20
@@ -121,17 +130,21 @@ class SingleFile:
         return _sha256(content)
 
     def open_leaves(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return leaves, which are read and checked, as TensorStores, which is how they are read from many files."""
+        """Return leaves, or parts of leaves, as TensorStores, which is how they are read from many files.
+
+        They are read and checked.
+        """
         import tensorstore as ts
 
-        return {name: ts.array(self._leaf(name)) for name in names}
+        return {name: ts.array(self._leaf(*part_of(name))) for name in names}
 
-    def _leaf(self, name: str) -> np.ndarray:
+    def _leaf(self, name: str, index: int | None) -> np.ndarray:
         leaf, file = self.manifest.leaves[name], self.manifest.files[f"{STATE}/{name}"]
         content = self.content(f"{STATE}/{name}")
         if _sha256(content) != file.sha256:
             raise CheckpointError(f"{self._file}: sha256 of {name} differs from {MANIFEST}; copy or convert again.")
-        return np.frombuffer(content, np.dtype(leaf.dtype)).reshape(leaf.shape)
+        array = np.frombuffer(content, np.dtype(leaf.dtype)).reshape(leaf.shape)
+        return array if index is None else array[index]
 
 
 def encode_single_file(

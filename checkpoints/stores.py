@@ -125,7 +125,7 @@ class _FromHost:
         if self._ended is not None:
             return
         self._begun, shardings = time.perf_counter(), self._store.shardings
-        self._arrays = jax.device_put(self._host, list(shardings))
+        self._arrays = jax.device_put(self._host, shardings if isinstance(shardings, Sharding) else list(shardings))
         self._ended = self._store.watcher.submit(_ended, self._arrays)
 
     def arrays(self) -> list[jax.Array]:
@@ -155,14 +155,14 @@ class HostStore(LayerStore):
 
     Args:
       layers: the leaves of each layer, as `to_host` made them.
-      shardings: where each leaf of a layer lives on the devices.
+      shardings: where each leaf of a layer lives on the devices; one alone: all of them.
 
     Attributes:
       bytes: that each layer takes on all devices together.
       watcher: the thread that sees when copies end.
     """
 
-    def __init__(self, layers: dict[int, list[jax.Array]], shardings: Sequence[Sharding]):
+    def __init__(self, layers: dict[int, list[jax.Array]], shardings: Sequence[Sharding] | Sharding):
         self.layers, self.shardings = layers, shardings
         self.bytes = {layer: sum(map(_bytes, leaves)) for layer, leaves in layers.items()}
         self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
@@ -192,7 +192,7 @@ class _FromDisk:
 
     def __init__(self, store: "DiskStore", layer: int):
         self._store, self._layer = store, layer
-        buffer = store.staging.take(store.files.largest)
+        buffer = store.staging.take(store.largest)
         self._buffer: np.ndarray | None = buffer
         self.bytes = store.files.layers[layer].bytes
         self.interval: tuple[float, float] | None = None
@@ -256,9 +256,11 @@ class _FromDisk:
 def _arrays(
     shapes: Sequence[tuple[int, ...]],
     leaves: Sequence[dict[tuple[int, ...], np.ndarray]],
-    shardings: Sequence[Sharding],
+    shardings: Sequence[Sharding] | Sharding,
 ) -> list[jax.Array]:
     """Return arrays, placed on their devices, from their parts by where they begin; on a CPU they are the parts."""
+    if isinstance(shardings, Sharding):
+        shardings = [shardings] * len(shapes)
     if all(len(sharding.device_set) == 1 for sharding in shardings):
         return jax.device_put([next(iter(parts.values())) for parts in leaves], list(shardings))  # one call for all
     return [_array(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
@@ -296,6 +298,12 @@ class Staging:
             if (place := self._place(size)) is not None:
                 return self._free.pop(place)
         return aligned_buffer(size)
+
+    def reserve(self, size: int, count: int) -> None:
+        """Make buffers of this size in one memory, whose pages are huge even if each of them is small."""
+        memory = aligned_buffer(size * count)
+        with self._changed:
+            self._free += [memory[start : start + size] for start in range(0, size * count, size)]
 
     def _place(self, size: int) -> int | None:
         return next((place for place, buffer in enumerate(self._free) if buffer.nbytes == size), None)
@@ -336,21 +344,28 @@ class DiskStore(LayerStore):
 
     Args:
       files: the layers.
-      shardings: where each leaf of a layer lives on the devices.
+      shardings: where each leaf of a layer lives on the devices; one alone: all of them.
       aliases: whether arrays on the devices are the buffers.
       staging: threads and buffers; None: its own.
+      layers: those of the files that it is asked for; None: all.
+
+    Attributes:
+      largest: bytes of the largest of them, and so of a buffer.
     """
 
     def __init__(
         self,
         files: LayerFiles,
-        shardings: Sequence[Sharding],
+        shardings: Sequence[Sharding] | Sharding,
         *,
         aliases: bool,
         staging: Staging | None = None,
+        layers: range | None = None,
     ):
         self.files, self.shardings, self.aliases = files, shardings, aliases
         self.staging = staging or Staging()
+        chosen = range(len(files.layers)) if layers is None else layers
+        self.largest = max(files.layers[layer].bytes for layer in chosen)
 
     @override
     def start(self, layer: int) -> Fetch:

@@ -5,7 +5,8 @@
 Parts, in processes of their own where engines are compared: `kernels` has gating by tables against one-hot masks, and
 an MLP of experts against dense ones and against a loop over all experts; `models` has decode steps of a mixture against
 dense models of the active size and as large as the experts touched, and a random Qwen3-MoE against transformers and
-llama.cpp. The JSON is rewritten after every figure.
+llama.cpp; `streaming` has a mixture whose experts come from disk, in an eighth of its memory. The JSON is rewritten
+after every figure.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import importlib
 from benchmarks.report import Report
 from benchmarks.workers import add_options
 
-PARTS = ("kernels", "models")
+PARTS = ("kernels", "models", "streaming")
 """The modules that measure, each by its `run`."""
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.checkpoints import Leaf
+from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 from jaxinfer.models.config import DecoderConfig, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
@@ -58,25 +59,25 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
     return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
 
 
-def leaves_of_part(config: ModelConfig, weights: WeightFormat, layer: int | None) -> dict[str, Leaf]:
-    """Return the leaves that belong to a layer, or to none: what is there once; in the order of `canonical_leaves`."""
-    return {name: leaf for name, leaf in canonical_leaves(config, weights).items() if layer_of(name) == layer}
+def leaves_of_part(
+    config: ModelConfig, weights: WeightFormat, layer: int | None, expert: int | None = None
+) -> dict[str, Leaf]:
+    """Return the leaves that belong together, in the order of `canonical_leaves`.
+
+    Args:
+      layer: whose they are; None: those of no layer, which are there once.
+      expert: which of its experts' they are, each a part of a leaf (`Leaf.parts`); None: those of no expert.
+    """
+    leaves = {name: leaf for name, leaf in canonical_leaves(config, weights).items() if layer_of(name) == layer}
+    if expert is None:
+        return {name: leaf for name, leaf in leaves.items() if not leaf.parts}
+    return {part_name(name, expert): leaf.part for name, leaf in leaves.items() if leaf.parts}
 
 
 def layer_of(name: str) -> int | None:
     """Return the layer that a leaf belongs to; None for embeddings, the head and what else is there once."""
     first, *rest = name.split(".")
     return int(rest[0]) if first == "layers" else None
-
-
-def part_of(name: str) -> tuple[str, int | None]:
-    """Return the leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
-
-    >>> part_of("layers.0.mlp.experts.down.weight.7")
-    ('layers.0.mlp.experts.down.weight', 7)
-    """
-    whole, _, last = name.rpartition(".")
-    return (whole, int(last)) if last.isdigit() else (name, None)
 
 
 def scale_name(name: str) -> str:

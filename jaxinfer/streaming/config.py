@@ -132,35 +132,71 @@ class LayerRange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """The place of the experts of a mixture of experts while the model runs.
+
+    Attributes:
+      tier: where they come from.
+      count: the number of experts of all layers.
+      slots: how many are on the devices at a time; 0 if they are used where they are, in the memory of host and CPU.
+      bytes: bytes of the largest.
+    """
+
+    tier: Tier
+    count: int
+    slots: int
+    bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of experts on the device."""
+        return self.slots * self.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of experts that stay in the host's memory."""
+        return self.count * self.bytes if self.tier == "host" else 0
+
+    def __str__(self) -> str:
+        kept = f", {self.slots} at a time" if self.slots else ""
+        return f"{self.count} experts of {decimal(self.bytes)} on {self.tier}{kept}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """The place of each layer while the model runs.
 
     Attributes:
       tiers: each layer's tier.
       depth: number of layers fetched ahead.
-      layer_bytes: bytes of the largest layer, on each device.
+      layer_bytes: bytes of the largest layer, without experts, on each device.
       reason: the reason for it, in one line.
+      experts: the place of experts; None: the model has none.
     """
 
     tiers: tuple[Tier, ...]
     depth: PrefetchDepth
     layer_bytes: int
     reason: str
+    experts: ExpertPlacement | None = None
 
     @property
     def streamed(self) -> tuple[int, ...]:
         """The layers that are not on the devices all the time."""
         return tuple(layer for layer, tier in enumerate(self.tiers) if tier != "device")
 
-    def ranges(self, kinds: Sequence[int]) -> tuple[LayerRange, ...]:
+    def ranges(self, kinds: Sequence[int], moe_layers: Sequence[int] = ()) -> tuple[LayerRange, ...]:
         """Divide a pass into ranges, in order: each streamed layer alone, the layers between two of them together.
+
+        So is each layer with experts, whose programs are others.
 
         More than `MAX_PROGRAM_LAYERS` together are halved, or divided further, as evenly as possible.
 
         Args:
           kinds: the first layer of each layer's kind (`layer_kinds` of the model's config).
+          moe_layers: the layers with experts.
         """
-        cuts = {0, len(self.tiers)} | {at for layer in self.streamed for at in (layer, layer + 1)}
+        cuts = {0, len(self.tiers)} | {at for layer in (*self.streamed, *moe_layers) for at in (layer, layer + 1)}
         ranges = []
         for first, end in itertools.pairwise(sorted(cuts)):
             programs = -(-(end - first) // MAX_PROGRAM_LAYERS)
@@ -186,7 +222,8 @@ class Placement:
     def __str__(self) -> str:
         counts = Counter(self.tiers)
         where = ", ".join(f"{counts[tier]} on {tier}" for tier in ("device", "host", "disk") if counts[tier])
-        return f"layers: {where}; {self.depth.device} ahead, of {decimal(self.layer_bytes)}; {self.reason}"
+        experts = "" if self.experts is None else f"{self.experts}; "
+        return f"layers: {where}; {self.depth.device} ahead, of {decimal(self.layer_bytes)}; {experts}{self.reason}"
 
 
 def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:

@@ -14,8 +14,10 @@ import numpy as np
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.layer_files import FORMAT, LayerFiles, describe_layers, write_layers
+from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.checkpoints.writing import sole_owner
 from jaxinfer.disk_cache import keys
+from jaxinfer.models.config import DecoderConfig, ModelConfig
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
 
@@ -58,12 +60,14 @@ def write_layer_files(
 ) -> pathlib.Path:
     """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
     folder, parts = layer_folder(opened, base, whole=whole), _parts(opened, whole)
+    experts = [] if whole else experts_of(opened.config)
     remove_unfinished(folder.parent)
     write_layers(
         folder,
-        len(parts),
+        len(parts) - len(experts),
         lambda index: read_leaves(opened, parts[index]),
-        total_bytes=sum(opened.shapes[name].bytes for part in parts for name in part),
+        experts=experts,
+        total_bytes=sum(shape.size * shape.dtype.itemsize for part in parts for shape in part.values()),
         about=f"{opened.folder.resolve()}: {describe_format(opened)}",
     )
     return folder
@@ -83,22 +87,36 @@ def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole
     return (base or opened.folder).resolve() / f"layers-{keys.digest(key)[:16]}"
 
 
+def experts_of(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return the layer and number of each expert, in the order of their files, which follow those of the layers."""
+    if not isinstance(config, DecoderConfig):
+        return []
+    moes = [(layer, moe) for layer in range(config.layers) if (moe := config.mlp_in(layer).moe)]
+    return [(layer, expert) for layer, moe in moes for expert in range(moe.router.experts)]
+
+
 def read_leaves(opened: OpenedModel, part: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read these leaves, sharded as on the devices."""
-    leaves = opened.read(part.__contains__)
+    """Read these leaves, sharded as on the devices; all of them, or none, are parts of leaves for one expert."""
+    expert = part_of(next(iter(part)))[1]
+    names = {part_of(name)[0] for name in part}
+    leaves = opened.read(names.__contains__, expert=expert)
     return {name: jax.device_put(leaves[name], shape.sharding) for name, shape in part.items()}
 
 
-def layer_leaves(opened: OpenedModel, layer: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the leaves of a layer by name, as on the devices, in the order in which programs take them."""
-    names = leaves_of_part(opened.config, opened.weights, layer)
-    return dict(zip(names, opened.layer_shapes(layer), strict=True))
+def layer_leaves(opened: OpenedModel, layer: int, expert: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the leaves of a layer without its experts, or of one of its experts, by name, as on the devices.
+
+    In the order in which programs take them.
+    """
+    names = leaves_of_part(opened.config, opened.weights, layer, expert)
+    return dict(zip(names, opened.layer_shapes(layer, expert), strict=True))
 
 
 def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Return the leaves of each file."""
     if not whole:
-        return [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
+        layers = [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
+        return layers + [layer_leaves(opened, layer, expert) for layer, expert in experts_of(opened.config)]
     shapes = opened.shapes.items()
     return [
         {

@@ -4,13 +4,15 @@ import dataclasses
 import logging
 import pathlib
 
+from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
+from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.progress import long_work
 from jaxinfer.serving.heap import map_large_arrays
-from jaxinfer.streaming.config import LayerRange, Placement, Tier
-from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
+from jaxinfer.streaming.config import ExpertPlacement, LayerRange, Placement, Tier
+from jaxinfer.streaming.layer_folders import experts_of, layer_leaves, open_layer_files, read_leaves
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -21,16 +23,19 @@ class StreamedModel(LoadedModel):
 
     Attributes:
       placement: the place of its layers.
-      store: the store of its layers.
+      store: the store of its layers, without experts.
+      experts: the store of its experts; None: it has none.
     """
 
     placement: Placement
     store: LayerStore
+    experts: LayerStore | None
 
     @property
     def ranges(self) -> tuple[LayerRange, ...]:
         """The layers as a pass runs them."""
-        return self.placement.ranges(self.transformer.layer_kinds)
+        moe_layers = self.config.moe_layers if isinstance(self.config, DecoderConfig) else ()
+        return self.placement.ranges(self.transformer.layer_kinds, moe_layers)
 
 
 def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib.Path | None = None) -> StreamedModel:
@@ -45,11 +50,16 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     map_large_arrays()
     leaves = opened.read(lambda name: layer_of(name) is None)
     shardings = [shape.sharding for shape in opened.layer_shapes(0)]
+    if placement.experts is not None:  # layers without experts have other leaves, all on one device
+        shardings = shardings[0]
 
+    files, aliases, layers = None, opened.platform == "cpu", range(opened.transformer.layers)
     stores: dict[Tier, LayerStore] = {}
-    if "disk" in placement.tiers:
+    if "disk" in placement.tiers or (placement.experts is not None and placement.experts.tier == "disk"):
         files = open_layer_files(opened, layer_files)
-        stores["disk"] = DiskStore(files, shardings, aliases=opened.platform == "cpu")
+    if "disk" in placement.tiers:
+        assert files is not None
+        stores["disk"] = DiskStore(files, shardings, aliases=aliases, layers=layers)
     host, device = {}, {}
     with long_work("reading layers", total=len(placement.tiers)) as work:
         for layer, tier in enumerate(placement.tiers):
@@ -60,4 +70,25 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
             work.advance()
     stores["host"], stores["device"] = HostStore(host, shardings), DeviceStore(device)
     store = TieredStore([stores[tier] for tier in placement.tiers])
-    return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store)
+    experts = None if placement.experts is None else _expert_store(opened, placement.experts, files)
+    return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store, experts=experts)
+
+
+def _expert_store(opened: OpenedModel, placement: ExpertPlacement, files: LayerFiles | None) -> LayerStore:
+    """Make the store of the experts: their numbers follow those of the layers."""
+    layers, keys = opened.transformer.layers, experts_of(opened.config)
+    places = range(layers, layers + len(keys))
+    sharding = opened.layer_shapes(*keys[0])[0].sharding
+    if placement.tier == "disk":
+        assert files is not None
+        store = DiskStore(files, sharding, aliases=opened.platform == "cpu", layers=places)
+        if store.aliases:
+            store.staging.reserve(store.largest, placement.slots)
+        return store
+    experts = {}
+    with long_work("reading experts", total=len(keys)) as work:
+        for place, key in zip(places, keys, strict=True):
+            leaves = read_leaves(opened, layer_leaves(opened, *key)).values()
+            experts[place] = [to_host(array) if placement.slots else array for array in leaves]
+            work.advance()
+    return HostStore(experts, sharding) if placement.slots else DeviceStore(experts)

@@ -115,8 +115,13 @@ def plan_pass(
       bandwidths: bytes a second from tiers to all devices together.
       flops: operations a second of each device; reading weights then takes no time.
 
-    Raises as `measure_disk` does.
+    Raises as `measure_disk` does, and ValueError for a mixture of experts.
     """
+    if placement.experts is not None:
+        raise ValueError(
+            f"{opened.folder}: plan is not implemented for a mixture of experts, since how fast it runs depends on "
+            "which experts are chosen; measure it with python -m benchmarks.moe --part streaming."
+        )
     devices, rates = devices_of(opened.mesh), dict(bandwidths or {})
     moved = moved_bytes(opened, placement)
     if "disk" in moved and "disk" not in rates:

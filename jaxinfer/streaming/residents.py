@@ -104,6 +104,11 @@ class Residents[Key: Hashable, Value]:
         self._items[key].pins += 1
         return self._items[key].value
 
+    def pinned(self, key: Key) -> Value:
+        """Return an item that has pins."""
+        assert self._items[key].pins
+        return self._items[key].value
+
     def unpin(self, key: Key) -> None:
         """Undo one `pin`; mark the item as used now. Raises ValueError for one without pins."""
         if key not in self._items or not self._items[key].pins:

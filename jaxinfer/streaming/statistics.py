@@ -24,6 +24,9 @@ class StreamingStatistics:
       stalls: number of waits for a layer.
       stalled_seconds: total time of these waits.
       layers: number of layers computed.
+      expert_hits: number of experts that were asked for and there.
+      expert_fetches: number of experts that were fetched.
+      expert_bytes: their bytes, which `bytes` includes.
     """
 
     bytes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -34,6 +37,9 @@ class StreamingStatistics:
     stalls: int = 0
     stalled_seconds: float = 0.0
     layers: int = 0
+    expert_hits: int = 0
+    expert_fetches: int = 0
+    expert_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._computations: collections.deque[Interval] = collections.deque(maxlen=RECENT)
@@ -79,4 +85,7 @@ class StreamingStatistics:
 
     def __str__(self) -> str:
         tiers = "".join(f"{tier} {decimal(int(self.bandwidth(tier)))}/s, " for tier in self.bytes)
-        return f"{tiers}overlap {self.overlap:.0%}, {self.stalls} stalls of {self.stalled_seconds:.1f} s in all"
+        asked = self.expert_hits + self.expert_fetches
+        experts = f", {self.expert_hits / asked:.0%} of {asked} experts were there" if asked else ""
+        stalls = f"{self.stalls} stalls of {self.stalled_seconds:.1f} s in all"
+        return f"{tiers}overlap {self.overlap:.0%}, {stalls}{experts}"

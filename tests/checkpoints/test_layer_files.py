@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def read_all(files, layer):
-    buffer = aligned_buffer(files.largest)
+    buffer = aligned_buffer(max(layer.bytes for layer in files.layers))
     for offset in files.blocks(layer):
         files.read_block(layer, offset, buffer.data)
     return files.views(layer, buffer)

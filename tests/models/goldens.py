@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, EncoderConfig, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.files.gguf_config import ARCHITECTURES
-from jaxinfer.models.leaves import part_of
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"

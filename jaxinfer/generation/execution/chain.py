@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.stores import LayerStore
 from jaxinfer.compiled import Clock, Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
@@ -30,7 +31,9 @@ from jaxinfer.generation.execution.programs.chain import (
     Leave,
     Pass,
     Propose,
+    runs_experts,
 )
+from jaxinfer.generation.execution.programs.experts import Experts, Join, Route, mlp_kind
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import DecodeOutput, Speculation
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
@@ -38,6 +41,8 @@ from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.streaming.config import LayerRange
+from jaxinfer.streaming.experts import GROUP, ExpertCache
+from jaxinfer.streaming.layer_folders import experts_of
 from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.prefetch import Prefetcher
 
@@ -67,12 +72,14 @@ class _Layers:
     Attributes:
       ranges: the layers that one program runs at a time.
       prefetcher: brings the streamed layers.
+      experts: brings the experts; None: the model has none.
     """
 
     def __init__(self, model: LoadedModel, costs: Costs):
         assert isinstance(model, StreamedModel)
         self.ranges = model.ranges
         self.prefetcher = Prefetcher(model.store, model.placement.streamed, model.placement.depth, costs)
+        self.experts = None if model.experts is None else _experts(model, model.experts, self.prefetcher, costs)
         self._resident = {
             layers.first: [
                 x
@@ -88,35 +95,60 @@ class _Layers:
             first = layers.first
             yield layers, self.prefetcher.get(first) if layers.streamed else self._resident[first]
 
+    def restart(self) -> None:
+        """Free everything that comes and goes."""
+        self.prefetcher.restart()
+        if self.experts is not None:
+            self.experts.restart()
+
+    def close(self) -> None:
+        """Have the thread that waits for a layer or an expert, or will, get a CheckpointError; from any thread."""
+        self.prefetcher.close()
+        if self.experts is not None:
+            self.experts.close()
+
+
+def _experts(model: StreamedModel, store: LayerStore, prefetcher: Prefetcher, costs: Costs) -> ExpertCache:
+    keys, layers = experts_of(model.config), model.transformer.layers
+    places = {key: layers + place for place, key in enumerate(keys)}
+    assert model.placement.experts is not None
+    slots = model.placement.experts.slots or len(keys)
+    return ExpertCache(store, places, slots, statistics=prefetcher.statistics, costs=costs)
+
 
 class ChainExecutor(DecoderExecutor):
     """The device side of an engine on a decoder whose layers are streamed; arguments as in `DecoderExecutor`.
 
     Attributes:
       prefetcher: brings the layers.
+      experts: brings the experts; None: the model has none.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: PassCosts, **others: Any):
         self._layers = _Layers(model, costs.all)
         super().__init__(model, config, buckets, costs=costs, **others)
         self.depth = 0
-        self.prefetcher = self._layers.prefetcher
+        self.prefetcher, self.experts = self._layers.prefetcher, self._layers.experts
 
     def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
         return chain_programs(layout, self._layers.ranges)
 
     def _give_up(self) -> None:
-        self.prefetcher.restart()
+        self._layers.restart()
 
     def interrupt(self) -> None:
         """End a step that waits for a layer."""
-        self.prefetcher.close()
+        self._layers.close()
 
     def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput | DecodeOutput]]:
         slices = [self._enter(part) for part in self._slices(batch)]
         caches = self._state.caches
         for layers, leaves in self._layers:
             at, adapters = layers.layers, None if self._adapters is None else self._adapters[layers.layers]
+            if runs_experts(self._layout.config, layers):
+                done = [self._mix(part, layers, leaves) for part in slices]
+                self.prefetcher.computing(done)
+                continue
             for part in slices:
                 program = self.programs.get(Layer.of_kind(part.sizes, layers.kind, layers.count))
                 part.x, caches[at] = self._in_turn(program(leaves, adapters, caches[at], part.x, part.groups))
@@ -125,6 +157,26 @@ class ChainExecutor(DecoderExecutor):
             )  # waits for the cache: x is donated to the next layer
         outputs = [self._leave(part) for part in slices]
         return self.programs.get(Leave.for_pass(slices[0].sizes)), outputs
+
+    def _mix(self, part: "_Slice", layers: LayerRange, leaves: list[jax.Array]) -> jax.Array:
+        """Run a layer with experts; returns what is there when its weights are no longer used."""
+        experts, caches, at = self.experts, self._state.caches, layers.layers
+        assert experts is not None
+        kind = mlp_kind(self._layout.config, layers.kind)
+        route = self.programs.get(Route.of_kind(part.sizes, layers.kind))
+        run, join = (self.programs.get(program.of_kind(part.sizes, kind)) for program in (Experts, Join))
+        adapters = None if self._adapters is None else self._adapters[at]
+        results = self._in_turn(route(leaves, adapters, caches[at], part.x, part.groups))
+        part.x, caches[at], h, routing, y = results
+        first, size = jax.device_get((routing.offsets, routing.sizes))
+        for group in experts.groups(layers.first, np.flatnonzero(size).tolist()):
+            group += [group[0]] * (GROUP - len(group))
+            numbers = [expert for expert, _ in group]
+            y = self._in_turn(run([x for _, x in group], h, routing.tokens, y, first[numbers], size[numbers]))
+            experts.computing(y)
+        part.x, done = self._in_turn(join(leaves, part.x, h, routing, y))
+        experts.computing(done)
+        return done
 
     def _sizes(self, batch: Batch) -> Pass:
         """Return the sizes of the programs of a plain pass over a batch."""
@@ -213,12 +265,12 @@ class EncoderChainExecutor(EncoderExecutor):
 
     def restart(self) -> None:
         """Begin with the first layer."""
-        self.prefetcher.restart()
+        self._layers.restart()
         super().restart()
 
     def interrupt(self) -> None:
         """End a step that waits for a layer."""
-        self.prefetcher.close()
+        self._layers.close()
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         rows, length = tokens.shape

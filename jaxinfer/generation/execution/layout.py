@@ -162,8 +162,11 @@ class DeviceLayout:
         leaves = canonical_leaves(self.config, self.weights).values()
         return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
 
-    def layer_leaves(self, layer: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of a layer's weights as they come to the devices, in the order programs take them in."""
+    def layer_leaves(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the weights of a layer, or of one of its experts, as they come to the devices.
+
+        In the order in which programs take them.
+        """
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             x = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
@@ -171,7 +174,7 @@ class DeviceLayout:
                 return x
             return x.update(sharding=fetch_sharding_on(self.mesh, self._rules, leaf.axes, leaf.shape))
 
-        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
+        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
         """Return the shapes of arguments from the host, which on a mesh go to all devices."""

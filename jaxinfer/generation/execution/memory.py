@@ -16,12 +16,13 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
-from jaxinfer.generation.execution.programs import chain, decode, prefill
+from jaxinfer.generation.execution.programs import decode, pass_programs, prefill
 from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving.budget import Budget, Offer, Offers, Sizes, budget_of, host_budget
 from jaxinfer.streaming.config import LayerRange, Placement
+from jaxinfer.streaming.experts import IN_FLIGHT
 from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
@@ -31,6 +32,9 @@ AMPLE = 8
 
 LAYERS = "layers"
 """The tenant of a streamed model's layers that stay on the devices or in the host's memory."""
+
+EXPERTS = "experts"
+"""The tenant of a streamed model's experts."""
 
 COARSE_BITS = 6
 """Leading binary digits of a number of pages that the plan keeps, if it has the choice."""
@@ -158,13 +162,21 @@ def buffer_bytes(placement: Placement | None) -> int:
 
 
 def device_tenants(
-    *, weights: int = 0, layers: int = 0, buffers: int = 0, adapters: int = 0, cache: int = 0, workspace: int = 0
+    *,
+    weights: int = 0,
+    layers: int = 0,
+    experts: int = 0,
+    buffers: int = 0,
+    adapters: int = 0,
+    cache: int = 0,
+    workspace: int = 0,
 ) -> dict[str, int]:
     """Return a model's reservations of a device, in bytes by tenant; those of 0 bytes are left out.
 
     Args:
       weights: weights that are there all the time; for a streamed model those beside its layers.
       layers: layers of a streamed model that stay.
+      experts: experts of a streamed model, those that come and go.
       buffers: space for layers that come while others compute.
       adapters: LoRA adapters.
       cache: keys and values.
@@ -173,6 +185,7 @@ def device_tenants(
     tenants = {
         "weights": weights,
         LAYERS: layers,
+        EXPERTS: experts,
         "layers on their way": buffers,
         "adapters": adapters,
         "KV pages": cache,
@@ -186,7 +199,8 @@ def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str
     if placement is None:
         return device_tenants(weights=opened.bytes_per_device())
     rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
-    return device_tenants(weights=rest, layers=placement.tiers.count("device") * placement.layer_bytes)
+    experts = 0 if placement.experts is None else placement.experts.device_bytes
+    return device_tenants(weights=rest, layers=placement.tiers.count("device") * placement.layer_bytes, experts=experts)
 
 
 def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
@@ -197,6 +211,10 @@ def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, 
         tenants[LAYERS] = placement.tiers.count("host") * everywhere
         if not shares_memory(opened.platform):
             tenants["layers on their way"] = placement.staged * everywhere
+        if placement.experts is not None:
+            tenants[EXPERTS] = placement.experts.host_bytes
+            if placement.experts.tier == "disk" and not shares_memory(opened.platform):
+                tenants["experts on their way"] = IN_FLIGHT * placement.experts.bytes
     return tenants
 
 
@@ -257,7 +275,7 @@ def _largest_slice(
 def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, chunks: int) -> int:
     """Return the workspace of programs over these ranges of layers, for this many chunks at once."""
     largest = dataclasses.replace(buckets.largest, chunks=(chunks,))
-    return workspace_bytes(layout, largest, chain.decoder_specs(layout, ranges))
+    return workspace_bytes(layout, largest, pass_programs(layout, ranges))
 
 
 def workspace_bytes(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from rich.filesize import decimal
 
+from jaxinfer.checkpoints.layer_files import aligned
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
@@ -30,7 +31,16 @@ from jaxinfer.models.devices import devices_of, host_available_bytes
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving.budget import host_budget
-from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, PrefetchDepth, Tier, spread
+from jaxinfer.streaming.config import (
+    ExpertPlacement,
+    LayerRange,
+    MemoryConfig,
+    Placement,
+    PrefetchDepth,
+    Tier,
+    spread,
+)
+from jaxinfer.streaming.layer_folders import experts_of
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -51,8 +61,11 @@ class DeviceBytes:
     Attributes:
       limit: bytes that it may take.
       rest: bytes of embeddings, head and norms.
-      layer: bytes of the largest layer.
+      layer: bytes of the largest layer, without experts.
       largest: the index of that layer; layers of a kind are equally large.
+      expert: bytes of the largest expert, as it is read from disk; 0 without experts.
+      experts: the number of experts of all layers.
+      least_experts: how many must be there at a time: twice those of a token.
       adapters: bytes of LoRA adapters.
       page: bytes of one page of the cache; 0 for an encoder, which has none.
       cache: bytes of the cache for `EngineConfig.max_batch` full sequences.
@@ -63,9 +76,14 @@ class DeviceBytes:
         available = free_bytes(opened, config)
         self.limit = min(available, memory.device_memory or available)
         kinds = sorted(set(opened.transformer.layer_kinds))
-        layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
+        experts = {name for name, leaf in opened.shapes.items() if leaf.parts}
+        layers = {
+            kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind and name not in experts)
+            for kind in kinds
+        }
         self.largest = max(layers, key=layers.__getitem__)
         self.layer = layers[self.largest]
+        self.expert, self.experts, self.least_experts = _expert_sizes(opened)
         self.rest, self.adapters, self.page, self.cache = opened.bytes_per_device(_is_rest), 0, 0, 0
         if self._has_cache:
             assert isinstance(config, EngineConfig)
@@ -77,16 +95,21 @@ class DeviceBytes:
     @property
     def whole(self) -> int:
         """Bytes of all weights."""
-        return self.rest + self._opened.transformer.layers * self.layer
+        return self.rest + self._opened.transformer.layers * self.layer + self.experts * self.expert
 
     def of_whole(self, cache: int) -> int:
         """Return the bytes of the whole model with a cache, in programs of all layers; includes the room to load it."""
         loading = self.whole + min(self._opened.manifest.bytes, GROUP_BYTES)
         return max(loading, self._with(self.whole, cache, lambda: self._workspace))
 
-    def of_streamed(self, layers: int, cache: int) -> int:
-        """Return the bytes with this many layers there at a time and a cache, with the fewest chunks at once."""
-        return self._with(self.rest + layers * self.layer, cache, lambda: self._streamed_workspace)
+    def of_streamed(self, layers: int, cache: int, experts: int | None = None) -> int:
+        """Return the bytes with this many layers there at a time and a cache, with the fewest chunks at once.
+
+        experts: how many are there at a time; None: as few as possible.
+        """
+        experts = self.least_experts if experts is None else experts
+        weights = self.rest + layers * self.layer + experts * self.expert
+        return self._with(weights, cache, lambda: self._streamed_workspace)
 
     @property
     def _has_cache(self) -> bool:
@@ -115,6 +138,17 @@ class DeviceBytes:
         return slice_workspace(layout, alone, buckets, buckets.chunks[0])
 
 
+def _expert_sizes(opened: OpenedModel) -> tuple[int, int, int]:
+    """Return the bytes of the largest expert in its file, the number of experts, and of those needed at a time."""
+    if not (keys := experts_of(opened.config)):
+        return 0, 0, 0
+    assert isinstance(opened.config, DecoderConfig)
+    first = {layer: opened.layer_shapes(layer, 0) for layer in opened.config.moe_layers}
+    largest = max(sum(aligned(x.size * x.dtype.itemsize) for x in shapes) for shapes in first.values())
+    routers = [moe.router for layer in first if (moe := opened.config.mlp_in(layer).moe)]
+    return largest, len(keys), max(min(2 * router.experts_per_token, router.experts) for router in routers)
+
+
 def _is_rest(name: str) -> bool:
     """Return whether a leaf belongs to no layer."""
     return layer_of(name) is None
@@ -135,6 +169,10 @@ def plan_placement(
     `device_memory` none, so that nothing is taken from the cache. Likewise "disk" keeps layers in as much of the host's
     memory as `host_memory` says. "auto" uses the free memory, and takes the first of device, host and disk that the
     model fits.
+
+    The layers of a mixture of experts are placed so without their experts, which come one by one; without
+    `device_memory` all layers are on the devices that the free memory has room for. Experts stay in what is left beside
+    the full cache, without `device_memory` in half of it.
 
     Args:
       cache_bytes: bytes of the cache; None: as there is room, at least one page.
@@ -162,6 +200,8 @@ def plan_placement(
         depth -= 1
     if (needed := needs.of_streamed(depth + 1, least)) > limit:
         layers = f"{depth + 1} layers such as layer {needs.largest} of {decimal(needs.layer)}"
+        if needs.experts:
+            layers += f", {needs.least_experts} experts of {decimal(needs.expert)}"
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
             f"layers, {layers}, {decimal(least)} of cache, and what programs take), and {decimal(limit)} may be used: "
@@ -169,10 +209,11 @@ def plan_placement(
             f"devices.\n{who_has(opened.mesh)}"
         )
     resident = 0
-    if memory.device_memory is not None or memory.weights == "auto":
+    if memory.device_memory is not None or memory.weights == "auto" or needs.experts:
         while resident < count and needs.of_streamed(resident + depth + 2, full) <= limit:
             resident += 1
-    on_host = _on_host(opened, memory, count - resident, needs.layer)
+    experts = _place_experts(opened, memory, needs, resident + depth + 1, full) if needs.experts else None
+    on_host = _on_host(opened, memory, count - resident, needs.layer, 0 if experts is None else experts.host_bytes)
     counts: dict[Tier, int] = {"device": resident, "host": on_host}
     limits = "free" if memory.device_memory is None else "device_memory"
     reason = (
@@ -184,7 +225,35 @@ def plan_placement(
         depth=PrefetchDepth(device=depth, host=depth if shares_memory(opened.platform) else depth + 1),
         layer_bytes=needs.layer,
         reason=reason,
+        experts=experts,
     )
+
+
+def _place_experts(
+    opened: OpenedModel, memory: MemoryConfig, needs: DeviceBytes, layers: int, cache: int
+) -> ExpertPlacement:
+    """Place the experts beside so many layers and the cache.
+
+    Raises MemoryError if they are to be in the host's memory and do not fit.
+    """
+    tier: Tier = "disk"
+    everywhere = needs.experts * needs.expert
+    if memory.weights in ("host", "auto"):
+        budget, remedy = _host_room(opened, memory)
+        if everywhere <= budget:
+            tier = "host"
+        elif memory.weights == "host":
+            raise MemoryError(
+                f"{opened.folder}: {needs.experts} experts take {decimal(everywhere)} of the host's memory, and "
+                f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.\n{host_budget()}"
+            )
+    if tier == "host" and shares_memory(opened.platform):
+        return ExpertPlacement(tier=tier, count=needs.experts, slots=0, bytes=needs.expert)
+    free = needs.limit - needs.of_streamed(layers, cache)
+    if memory.device_memory is None:
+        free //= 2
+    slots = min(needs.experts, needs.least_experts + max(free, 0) // needs.expert)
+    return ExpertPlacement(tier=tier, count=needs.experts, slots=slots, bytes=needs.expert)
 
 
 def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
@@ -197,11 +266,12 @@ def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
         )
 
 
-def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes: int) -> int:
+def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes: int, expert_bytes: int) -> int:
     """Return how many of the layers that are not on the devices are in the host's memory."""
     if memory.weights == "disk" and memory.host_memory is None:
         return 0
     each, (budget, remedy) = layer_bytes * len(devices_of(opened.mesh)), _host_room(opened, memory)
+    budget = max(0, budget - expert_bytes)
     count = min(layers, budget // each)
     if memory.weights == "host" and count < layers:
         raise MemoryError(

@@ -18,6 +18,7 @@ from rich.filesize import decimal
 
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, TensorInfo, read_json
+from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.models.config import (
     DecoderConfig,
@@ -43,7 +44,7 @@ from jaxinfer.models.families import (
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
 from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
-from jaxinfer.models.leaves import canonical_leaves, part_of, quantized_format, scale_name
+from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 from jaxinfer.progress import ProgressOption, long_work, showing

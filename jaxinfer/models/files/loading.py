@@ -19,6 +19,7 @@ from jax.sharding import Mesh, Sharding
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Manifest
+from jaxinfer.checkpoints.manifest import part_name, part_of
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
 from jaxinfer.models.config import DecoderConfig, ModelConfig, TransformerConfig
@@ -122,14 +123,17 @@ class OpenedModel:
         layers = [leaf for name, leaf in leaves if layer_of(name) is not None]
         return sum(math.prod(self.sharding(leaf).shard_shape(leaf.shape)) for leaf in layers)
 
-    def layer_shapes(self, layer: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the leaves of one layer, as they come to the devices, in the order in which programs take them."""
+    def layer_shapes(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Return the leaves of one layer, or of one of its experts, as they come to the devices.
+
+        In the order in which programs take them.
+        """
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             sharding = devices.fetch_sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
 
-        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
+        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
     def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
         """Return the leaves that are selected by name, as `read` places them."""
@@ -144,8 +148,13 @@ class OpenedModel:
         chosen = {name: leaf for name, leaf in self.shapes.items() if only(name)}
         return devices.bytes_per_device(chosen, self.mesh, self.rules)
 
-    def read(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, jax.Array]:
-        """Return the leaves that are selected by name, placed, and quantised if the format asks for it; in order."""
+    def read(
+        self, only: Callable[[str], bool] = lambda name: True, *, expert: int | None = None
+    ) -> dict[str, jax.Array]:
+        """Return the leaves that are selected by name, placed, and quantised if the format asks for it; in order.
+
+        expert: which expert's parts alone are returned, by the names of the parts; no other leaf is read.
+        """
         stored = checkpoints.stream(
             self.folder,
             mesh=self.mesh,
@@ -153,16 +162,21 @@ class OpenedModel:
             dtype=self.weights.dtype,
             keep=self._keeps,
             only=only,
+            part=expert,
             takes=self.fitting.of_leaf,
         )
+        selected = {name: leaf for name, leaf in self.shapes.items() if only(name) and (expert is None or leaf.parts)}
         arrays: dict[str, jax.Array] = {}
-        with long_work("loading weights", total=sum(map(only, self.shapes))) as work:
+        with long_work("loading weights", total=len(selected)) as work:
             for name, array in stored:
-                for part, value in _adapt(name, array, self.shapes[name]).items():
-                    arrays[part] = jax.device_put(value, self.sharding(self.shapes[part]))
-                    arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
+                whole, _ = part_of(name)
+                for made, value in _adapt(whole, array, self.shapes[whole]).items():
+                    leaf = self.shapes[made] if expert is None else self.shapes[made].part
+                    arrays[made] = jax.device_put(value, self.sharding(leaf))
+                    arrays[made].block_until_ready()  # otherwise reading runs ahead and the originals pile up
                     work.advance()
-        return {name: arrays[name] for name in self.shapes if name in arrays}
+        names = [name for name in selected if name in arrays]
+        return {name if expert is None else part_name(name, expert): arrays[name] for name in names}
 
     def _keeps(self, name: str) -> bool:
         """Return whether a leaf is read as stored: in its own format, or narrower than what it is quantised from."""

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.manifest import part_name
+from jaxinfer.checkpoints.manifest import part_name, part_of
 from jaxinfer.models.config import DecoderConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.conversion import HuggingFaceModel
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import LoadedModel, load_model
-from jaxinfer.models.leaves import part_of, quantized_format, scale_name
+from jaxinfer.models.leaves import quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout
-from jaxinfer.generation.execution.programs import admit, chain, copy_pages, decode, place_adapter, prefill
+from jaxinfer.generation.execution.programs import admit, chain, copy_pages, decode, experts, place_adapter, prefill
 from jaxinfer.streaming.config import LayerRange
 
 
@@ -24,7 +24,12 @@ def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
 
 def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
     """Return all programs of a decoder whose layers are streamed, and run in these ranges."""
-    return [*_state_programs(layout), *chain.decoder_specs(layout, ranges)]
+    return [*_state_programs(layout), *pass_programs(layout, ranges)]
+
+
+def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
+    """Return the programs of a pass through layers that run in these ranges."""
+    return [*chain.decoder_specs(layout, ranges), *experts.expert_specs(layout, ranges)]
 
 
 def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:

@@ -31,7 +31,8 @@ from jaxinfer.generation.execution.programs.verification import (
 )
 from jaxinfer.generation.execution.state import Rows, Slots, options_of, progress_of
 from jaxinfer.generation.sampling.logprobs import no_logprobs
-from jaxinfer.models import KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows
+from jaxinfer.models.config import TransformerConfig
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.sharding.collectives import gather_fetched, use_rules
@@ -62,6 +63,10 @@ class Pass(Sizes):
     def for_pass(cls, sizes: "Pass") -> Self:
         """Return a program's sizes in a pass of these sizes."""
         return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
+
+    def tokens(self, chunk_size: int) -> int:
+        """Return the number of its tokens, padding included."""
+        return self.chunks * chunk_size + self.batch * (1 + self.speculative)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +217,7 @@ def build_leave(static: DecoderStatic, sizes: Leave) -> Callable[..., Any]:
     return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
-def _passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
+def passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
     """Yield the sizes of all passes: with chunks, and without, in which rows may have speculative tokens."""
     for pages in buckets.page_tables:
         for chunks in buckets.chunks:
@@ -228,14 +233,36 @@ def _kinds(ranges: Iterable[LayerRange]) -> list[tuple[int, int]]:
     return sorted({(layers.kind, layers.count) for layers in ranges})
 
 
-def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the specs of a pass over layers in these ranges."""
-    config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
-    most = layout.engine.num_speculative_tokens
+def runs_experts(config: TransformerConfig, layers: LayerRange) -> bool:
+    """Return whether the layers are one with experts, which runs by the programs of `experts.py`."""
+    return isinstance(config, DecoderConfig) and layers.kind in config.moe_layers
 
-    def options(sizes: Pass) -> dict[str, Any]:
-        rows = sizes.batch * (1 + sizes.speculative)
-        return layout.compiler_options(tokens=rows + sizes.chunks * layout.engine.chunk_size)
+
+def pass_options(layout: DeviceLayout, sizes: Pass) -> dict[str, Any]:
+    """Return XLA's options for a program of a pass."""
+    return layout.compiler_options(tokens=sizes.tokens(layout.engine.chunk_size))
+
+
+def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
+    """Return the shapes of a pass's activations between layers, [N, D], and of its tokens."""
+    groups = tuple(
+        TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows))
+        for rows, tokens in (
+            (sizes.chunks, layout.engine.chunk_size),
+            (sizes.batch, 1 + sizes.speculative),
+        )
+        if rows
+    )
+    shape = groups[0].ids.shape if len(groups) == 1 else (sum(group.ids.size for group in groups),)
+    x = jax.ShapeDtypeStruct((*shape, layout.config.embed), layout.weights.dtype)
+    return layout.inputs(x, groups)  # type: ignore[return-value]
+
+
+def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
+    """Return the specs of a pass over layers in these ranges, without those for layers with experts."""
+    config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
+    most, options = layout.engine.num_speculative_tokens, functools.partial(pass_options, layout)
+    kinds = _kinds(layers for layers in ranges if not runs_experts(config, layers))
 
     def guess(sizes: Pass) -> tuple[Speculation | None]:
         batch, width = sizes.batch, sizes.speculative
@@ -244,19 +271,6 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
     def parts(sizes: Pass) -> tuple[Chunks | None, Rows]:
         chunks, rows = prefill.parts(layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)
         return chunks if sizes.chunks else None, rows
-
-    def activations(sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
-        groups = tuple(
-            TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows))
-            for rows, tokens in (
-                (sizes.chunks, layout.engine.chunk_size),
-                (sizes.batch, 1 + sizes.speculative),
-            )
-            if rows
-        )
-        shape = groups[0].ids.shape if len(groups) == 1 else (sum(group.ids.size for group in groups),)
-        x = jax.ShapeDtypeStruct((*shape, config.embed), layout.weights.dtype)
-        return layout.inputs(x, groups)  # type: ignore[return-value]
 
     def of_enter(sizes: Enter) -> tuple[Any, ...]:
         return layout.leaves, layout.state.slots, *layout.inputs(*parts(sizes)), *guess(sizes)
@@ -269,12 +283,12 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
         layers = _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
-        return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(sizes)
+        return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(layout, sizes)
 
     def of_leave(sizes: Leave) -> tuple[Any, ...]:
         bitmask = layout.bitmask(sizes.chunks + sizes.batch)
         inputs = layout.inputs(*parts(sizes), bitmask)
-        return layout.leaves, layout.state.slots, *activations(sizes), *inputs, *guess(sizes)
+        return layout.leaves, layout.state.slots, *activations(layout, sizes), *inputs, *guess(sizes)
 
     return [
         ProgramSpec(
@@ -289,7 +303,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_enter,
             static=static,
             arguments=of_enter,
-            reachable=lambda buckets: map(Enter.for_pass, _passes(buckets, most)),
+            reachable=lambda buckets: map(Enter.for_pass, passes(buckets, most)),
             compiler_options=options,
         ),
         ProgramSpec(
@@ -298,7 +312,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             static=static,
             arguments=of_layer,
             reachable=lambda buckets: (
-                Layer.of_kind(sizes, *kind) for sizes in _passes(buckets, most) for kind in _kinds(ranges)
+                Layer.of_kind(sizes, *kind) for sizes in passes(buckets, most) for kind in kinds
             ),
             donate=(2, 3),
             out_shardings=lambda sizes: (None, [layout.state_shardings.caches[0]] * sizes.layers) if on_mesh else None,
@@ -309,7 +323,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_leave,
             static=static,
             arguments=of_leave,
-            reachable=lambda buckets: map(Leave.for_pass, _passes(buckets, most)),
+            reachable=lambda buckets: map(Leave.for_pass, passes(buckets, most)),
             donate=(1,),
             out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,
             compiler_options=options,

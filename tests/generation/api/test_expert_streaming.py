@@ -1,0 +1,136 @@
+"""A mixture whose experts come and go generates what it generates when all are there."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfer import LLM, FinishReason, SamplingParams
+from jaxinfer.models import Decoder, WeightFormat
+from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
+from jaxinfer.models.files.loading import open_model, save_model
+from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
+from tests.tiny import CONFIG
+
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "context": 32, "page_size": 32}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = list(range(1, 13))
+
+
+def moe(**options):
+    """The tiny model's MLP, eight times, of which a token takes two."""
+    return dataclasses.replace(
+        CONFIG.mlp, moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2), **options)
+    )
+
+
+CONFIGS = {
+    "every layer": dataclasses.replace(CONFIG, mlp=moe()),
+    "every other layer, shared": dataclasses.replace(
+        CONFIG, layer_mlps=(CONFIG.mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
+    ),
+}
+
+
+def save(path, config):
+    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
+    rng = np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
+        if variable.ndim >= 2:
+            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+    save_model(path, model, family="tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "mixture", CONFIGS["every layer"])
+
+
+def tokens(llm):
+    (output,) = llm.generate([PROMPT], GREEDY)
+    return output.outputs[0].token_ids
+
+
+def least_memory(model, **options):
+    """The least device memory that works, as the error says that comes with less."""
+    with pytest.raises(MemoryError, match=r"4 experts of .* raise device_memory to at least (\d+)") as error:
+        LLM(model, weights="disk", device_memory=1, **options, **ONE)
+    return int(re.search(r"at least (\d+)", str(error.value))[1])
+
+
+def test_tokens_are_the_same_whatever_stays(mixture):
+    want = tokens(LLM(mixture, **ONE))
+    for options in ({"weights": "host"}, {"weights": "disk"}):
+        llm = LLM(mixture, **options, **ONE)
+        assert tokens(llm) == want
+        placement = llm.placement.experts
+        assert (placement.tier, placement.count) == (options["weights"], 16)
+        assert set(llm.placement.tiers) == {"device"}
+    assert llm.streaming.expert_fetches <= 16  # all stay
+    tight = LLM(mixture, weights="disk", device_memory=least_memory(mixture), **ONE)
+    assert tight.placement.experts.slots == 4
+    assert tokens(tight) == want
+    assert tight.streaming.expert_fetches > 16
+    assert tight.streaming.expert_bytes == tight.streaming.expert_fetches * tight.placement.experts.bytes
+    again = tight.streaming.expert_fetches
+    assert tokens(tight) == want  # with most of the prompt's keys from the cache
+    assert tight.streaming.expert_fetches > again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_the_same_in_every_format(tmp_path, name, quantize):
+    model = save(tmp_path / "model", CONFIGS[name])
+    want = tokens(LLM(model, quantize=quantize, **ONE))
+    memory = least_memory(model, quantize=quantize)
+    assert tokens(LLM(model, weights="disk", device_memory=memory, quantize=quantize, **ONE)) == want
+    assert tokens(LLM(model, weights="host", quantize=quantize, **ONE)) == want
+
+
+@pytest.mark.slow
+def test_speculation_and_batches(mixture):
+    options = ONE | {"max_batch": 3}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [PROMPT, [5, 6, 5, 6, 5, 6], [9]]
+
+    def all_tokens(**others):
+        return [o.outputs[0].token_ids for o in LLM(mixture, **options, **others).generate(prompts, params)]
+
+    want = all_tokens()
+    assert all_tokens(weights="disk") == want
+    assert all_tokens(weights="disk", num_speculative_tokens=3) == want
+
+
+def test_each_expert_has_a_file_and_is_read_by_itself(mixture, tmp_path):
+    opened = open_model(mixture)
+    folder = write_layer_files(opened, tmp_path)
+    files = sorted(file.name for file in folder.glob("*.bin"))
+    assert files == [f"expert-{layer:05}-{expert:05}.bin" for layer in range(2) for expert in range(8)] + [
+        "layer-00000.bin",
+        "layer-00001.bin",
+    ]
+    names = {"layers.1.mlp.experts.down.weight"}
+    whole = opened.read(names.__contains__)
+    for expert in range(8):
+        part = opened.read(names.__contains__, expert=expert)
+        np.testing.assert_array_equal(part[f"layers.1.mlp.experts.down.weight.{expert}"], whole[min(names)][expert])
+
+
+def test_a_damaged_expert_ends_the_request_by_name_and_the_next_one_goes_on(mixture):
+    llm = LLM(mixture, weights="disk", **ONE)
+    want = tokens(llm)
+    llm.engine.executor.restart()  # as an abort does: nothing is there any more
+    files = sorted(layer_folder(open_model(mixture)).glob("expert-00001-*.bin"))
+    kept = {file: file.read_bytes() for file in files}
+    for file, content in kept.items():
+        file.write_bytes(b"\1" * len(content))
+    (output,) = llm.generate([PROMPT], GREEDY)
+    assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert re.search(r"layer 1, expert \d: .*expert-00001-0000\d.bin, .* is damaged", output.outputs[0].error)
+    for file, content in kept.items():
+        file.write_bytes(content)
+    assert tokens(llm) == want
