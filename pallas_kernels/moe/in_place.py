@@ -19,6 +19,8 @@ from jaxinfer.pallas_kernels.target import UnsupportedError
 from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4, is_int8, quantize_rows
 
 _MOST_CHOICES = 128  # rows of all tokens together; with more, products of sorted rows are faster
+_MOST_CHOICES_OF = {jnp.dtype(fast): 32 for fast in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)}
+"""Fewer in formats that matrix units multiply, and in fp8, of which the choices are copied."""
 _LANES = 16  # partial sums of an output, at least: vectors of float32
 _TERMS = 32  # products of a partial sum, about: more take longer to compile
 
@@ -36,8 +38,9 @@ def expert_mlp(
 ) -> jax.Array:
     """Multiply a row for each choice, and sum those of each token. Arguments as of `api`. Raises UnsupportedError."""
     tokens, k = routing.experts.shape
-    if tokens * k > _MOST_CHOICES:
-        raise UnsupportedError(f"only up to {_MOST_CHOICES} rows are multiplied in place, got {tokens * k}")
+    most = _MOST_CHOICES_OF.get(gate_up.weight.dtype, _MOST_CHOICES)
+    if tokens * k > most:
+        raise UnsupportedError(f"only up to {most} rows are multiplied in place, got {tokens * k}")
     experts = routing.experts.reshape(-1)
 
     def linear(rows: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
@@ -58,15 +61,18 @@ def _product(x: jax.Array, weights: Weights, experts: jax.Array) -> jax.Array:
     x_scale = None
     if is_int8(weights):
         x, x_scale = quantize_rows(x)
-    floats = functools.partial(lax.convert_element_type, new_dtype=jnp.float32)
-    if weight.dtype == jnp.float8_e4m3fn:
-        weight, floats = lax.bitcast_convert_type(weight, jnp.uint8), _fp8_floats
-    lanes = _lanes(x.shape[1])
+    lanes, chosen = _lanes(x.shape[1]), None
     x = x.astype(jnp.float32)
+    if weight.dtype == jnp.float8_e4m3fn:
+        # XLA:CPU converts a whole stack of fp8 before it takes anything out of it, and copies one that several products
+        # read as bytes. So the bytes of the chosen experts are copied, a quarter of what float32 would read.
+        chosen = lax.optimization_barrier(_of_experts(lax.bitcast_convert_type(weight, jnp.uint8), experts))
 
     def term(first: int) -> jax.Array:
         columns = slice(first, first + lanes)
-        return floats(_of_experts(weight[..., columns], experts)) * x[:, columns]
+        if chosen is not None:
+            return _fp8_floats(chosen[..., columns]) * x[:, columns]
+        return _of_experts(weight[..., columns], experts).astype(jnp.float32) * x[:, columns]
 
     y = _sum_of_lanes([term(first) for first in range(0, x.shape[1], lanes)])
     y = y if scale is None else y * scale[experts]
@@ -74,10 +80,7 @@ def _product(x: jax.Array, weights: Weights, experts: jax.Array) -> jax.Array:
 
 
 def _fp8_floats(weight: jax.Array) -> jax.Array:
-    """Return the numbers in float32 that bytes represent in float8_e4m3fn.
-
-    As a float16 of these bits has a smaller exponent by 8. XLA:CPU would convert the whole stack, and bit by bit.
-    """
+    """Return the numbers in float32 that bytes represent in float8_e4m3fn: a float16 of these bits, times 256."""
     bits = weight.astype(jnp.uint16)
     halves = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
     return halves.astype(jnp.float32) * 256.0

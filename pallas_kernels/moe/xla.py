@@ -23,10 +23,22 @@ def grouped_matmul(x: jax.Array, weights: Weights, offsets: jax.Array, sizes: ja
     def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.sum(ends <= i)
         first = offsets[expert] + (i - ends[expert] + tiles[expert]) * tile_rows
-        matrix = jax.tree.map(lambda leaf: leaf[expert], weights)
+        matrix = jax.tree.map(lambda leaf: _matrix(leaf, expert), weights)
         product = small_batch_linear(lax.dynamic_slice_in_dim(x, first, tile_rows), matrix)
         # This may write past the expert's rows; the next experts overwrite that.
         return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 
     y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros with x's sharding
     return lax.fori_loop(0, ends[-1], multiply, y)[:rows]
+
+
+def _matrix(stack: jax.Array, index: jax.Array) -> jax.Array:
+    """Take one out of a stack.
+
+    XLA:CPU would convert a whole stack of fp8 before, but takes one out of bytes; the barrier keeps it from copying all
+    bytes ahead of the loop.
+    """
+    if stack.dtype != jnp.float8_e4m3fn:
+        return stack[index]
+    stack, index = lax.optimization_barrier((stack, index))
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(stack, jnp.uint8)[index], stack.dtype)
