@@ -67,6 +67,19 @@ CHECKS = {
     "vs_accelerate_b1": "tokens/s against accelerate's disk offload, same cap, batch 1",
     "vs_accelerate_b8": "the same, batch 8",
     "vs_llamacpp": "tokens/s against llama.cpp's mmap, same cap, batch 1",
+    "gating_flops_ratio": "operations of a layer with one-hot gating, of those with tables (2,048 tokens, 128 experts)",
+    "gating_time_ratio": "the same by time",
+    "mlp_vs_dense_active": "an MLP of 64 experts top-2 for one row, of a dense one of the active size; worst shape",
+    "mlp_vs_dense_touched": "the same for 8 rows, of a dense one as large as the experts touched",
+    "grouped_vs_all_experts": "products of the chosen experts against a loop over all; least gain from 1 to 512 rows",
+    "grouped_vs_dense_active": "decode step of 64 experts top-2 at batch 1, of a dense model of the active size",
+    "grouped_vs_dense_touched": "the same at batch 8, of a dense model as large as the experts touched",
+    "vs_transformers_b1": "decode of the Qwen3-MoE at batch 1, float32: the best of transformers' three ways, of ours",
+    "vs_transformers_b8": "the same, batch 8",
+    "streamed_bytes_per_token": "an eighth of the model in memory: bytes read per token, of those of the experts "
+    "touched and not resident (some are chosen often)",
+    "streamed_vs_all_experts": "the same: tokens/s against reading all experts of each layer",
+    "streamed_vs_disk": "bandwidth while experts are read, of fio's",
     "import_ms": "`from jaxinfer import LLM`",
     "cold_first_token_s": "first token, nothing compiled before",
     "warm_first_token_s": "first token, programs kept from an earlier start",
@@ -165,6 +178,25 @@ def gguf_section(result: Result) -> list[str]:
     ]
 
 
+def moe_section(result: Result) -> list[str]:
+    """Write the milliseconds of decode steps of every engine, and the checks."""
+    rows = [row for row in result["rows"] if "ms" in row and str(row["figure"]).startswith("decode")]
+    engines = dict.fromkeys((row["engine"], row["dtype"], row.get("beside", "")) for row in rows)
+    figures = list(dict.fromkeys(row["figure"] for row in rows))
+    ms = {(row["engine"], row["dtype"], row.get("beside", ""), row["figure"]): f"{row['ms']:.1f}" for row in rows}
+    lines = [
+        [engine_name(engine), dtype, beside, *(ms.get((engine, dtype, beside, figure), "") for figure in figures)]
+        for engine, dtype, beside in engines
+    ]
+    return [
+        "Mixtures of experts: milliseconds of a decode step. `mixture` has 64 experts top-2 in 4 layers, `active` and "
+        "`touched` are dense and as large as 2 and 14 of them; the other engines run a random Qwen3-MoE of 690 M "
+        "parameters, 64 experts top-8, beside one of transformers' ways at a time.",
+        table(["engine", "dtype", "beside", *figures], lines),
+        checks_table(result),
+    ]
+
+
 def streaming_section(result: Result) -> list[str]:
     """Write the checks, and a summary of the rows."""
     return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
@@ -213,6 +245,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "held_out": held_out_section,
     "streaming": streaming_section,
     "start": start_section,
+    "moe": moe_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
@@ -220,6 +253,7 @@ PAGES = {
     "larger-than-memory.md": ("streaming",),
     "start.md": ("start",),
     "families.md": ("held_out",),
+    "mixtures.md": ("moe",),
 }
 """The sections of each page."""
 

@@ -14,6 +14,7 @@ import numpy as np
 import rich
 from rich.table import Table
 
+from benchmarks.cpu_decode import read_bandwidth
 from benchmarks.report import Report
 from jaxinfer.compiled.options import COMMON, LARGE_WEIGHTS, compiler_options
 from jaxinfer.pallas_kernels import Weights, activate_outputs, small_batch_linear
@@ -154,6 +155,7 @@ def mlps(report: Report, width: int, hidden: int, fmt: str, rounds: int) -> None
             run_all = jax.jit(all_experts).lower(x, routings[0], gate_up, down).compile(options)
             calls["all experts"] = functools.partial(_with_experts, run_all, x, routings, gate_up, down)
         ms = take_turns(calls, rounds)
+        read = touched / EXPERTS * sum(leaf.nbytes for leaf in jax.tree.leaves((gate_up, down)))
         report.row(
             figure="mlp",
             width=width,
@@ -162,6 +164,7 @@ def mlps(report: Report, width: int, hidden: int, fmt: str, rounds: int) -> None
             rows=rows,
             touched=round(touched, 1),
             dense_gb_per_s=round(dense.bytes / ms["dense"] / 1e6, 1),
+            experts_gb_per_s=round(read / ms["experts"] / 1e6, 1),
             **{name.replace(" ", "_") + "_ms": round(value, 3) for name, value in ms.items()},
             ratio=round(ms["experts"] / ms["dense"], 3),
         )
@@ -197,5 +200,11 @@ def run(report: Report, args: argparse.Namespace) -> None:
     for name, count in (("active", 1), ("touched", 8)):
         ratio = max(row["ratio"] for row in rows if row["rows"] == count)
         report.check(f"mlp_vs_dense_{name}", ratio, "x", target=1.5, better="lower")
+    bandwidth = read_bandwidth()
+    for row in rows:
+        if row["rows"] <= 8:
+            fraction = round(row["experts_gb_per_s"] / bandwidth, 3)
+            sizes = {name: row[name] for name in ("width", "hidden", "rows")}
+            report.row(figure="moe_bytes_fraction", **sizes, fraction=fraction, read_gb_per_s=round(bandwidth, 1))
     faster = min(row["all_experts_ms"] / row["experts_ms"] for row in rows if "all_experts_ms" in row)
     report.check("grouped_vs_all_experts", faster, "x", target=1.0)

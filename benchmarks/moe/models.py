@@ -1,7 +1,6 @@
 """Whole models: a mixture of experts against dense ones, and against the same mixture in other engines."""
 
 import argparse
-import functools
 import math
 import shutil
 import sys
@@ -14,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.cpu_decode import check_agreement, print_rows, read_bandwidth, take_turns
+from benchmarks.cpu_decode import check_agreement, print_rows, take_turns
 from benchmarks.report import Report
 from benchmarks.workers import MOE_ENGINES, MOE_MODEL, OUR_SCRIPT, Engines, find_peers, make_models, workers
 from jaxinfer.models import DecoderConfig, TokenRows, WeightFormat
 from jaxinfer.models import config as c
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.layers.moe import Moe
-from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.text.decoder import Decoder
 
 EXPERTS, CHOSEN, HIDDEN, EMBED = 64, 2, 704, 1024
@@ -138,16 +136,6 @@ def against_dense(report: Report, args: argparse.Namespace) -> None:
         report.save(args.json)
 
 
-def step_bytes(config: DecoderConfig, touched: float) -> float:
-    """Return the float32 bytes of the matrices that a decode step reads if it touches so many experts in a layer."""
-    total = 0.0
-    for name, leaf in canonical_leaves(config, WeightFormat()).items():
-        if name != "embed.table" and len(leaf.shape) > 1:
-            share = touched / leaf.shape[0] if leaf.parts else 1.0
-            total += share * 4 * math.prod(leaf.shape)
-    return total
-
-
 def against_engines(report: Report, args: argparse.Namespace) -> None:
     """Time decode steps of a Qwen3-MoE in our engine, in llama.cpp and in each of transformers' ways."""
     peer_python, folder = find_peers(args.peer_python), args.work_dir / MOE_MODEL
@@ -187,15 +175,3 @@ def run(report: Report, args: argparse.Namespace) -> None:
     """Measure both."""
     against_dense(report, args)
     against_engines(report, args)
-    config, bandwidth = mixture(), read_bandwidth()
-    ms = {(row["figure"], row["engine"]): row["ms"] for row in report.rows if "ms" in row}
-    touched = functools.partial(step_bytes, config)
-    experts = {1: CHOSEN, ROWS: next(row["touched"] for row in report.rows if "touched" in row)}
-    for batch, count in experts.items():
-        gb_per_s = touched(count) / ms[f"decode batch {batch}", "mixture"] / 1e6
-        report.row(
-            figure=f"bytes of the step over its time and the read bandwidth, batch {batch}",
-            touched=count,
-            fraction=round(gb_per_s / bandwidth, 3),
-            read_gb_per_s=round(bandwidth, 1),
-        )

@@ -1,6 +1,6 @@
 """Hugging Face transformers on torch: `run_transformers.py MODEL_DIR DTYPE THREADS [EXPERTS]`.
 
-EXPERTS: its way to compute a mixture of experts, "eager", "batched_mm" or "grouped_mm".
+EXPERTS: its way to compute a mixture of experts while it decodes, "eager", "batched_mm" or "grouped_mm".
 """
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
@@ -24,12 +24,13 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
-        options = {"experts_implementation": experts} if experts else {}
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
-        self.model = model.eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.model, self.experts = model.eval(), experts
         self.batch, self.cache, self.last = 0, None, None
 
     def _step(self, ids, cache):
+        if self.experts:  # batched_mm copies a matrix for each choice: 71 GB for eight prompts
+            self.model.set_experts_implementation("eager" if cache is None else self.experts)
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
 

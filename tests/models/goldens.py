@@ -41,7 +41,7 @@ _DENSE = [name for name in NAMES if name not in EXPERTS]
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
 
 FEATURES = {
-    "streamed": _DENSE,
+    "streamed": NAMES,
     "on a mesh": _DENSE,
     "speculation": DECODERS,
     "int8 KV": DECODERS,
