@@ -170,9 +170,10 @@ class ChainExecutor(DecoderExecutor):
         part.x, caches[at], h, routing, y = results
         first, size = jax.device_get((routing.offsets, routing.sizes))
         for group in experts.groups(layers.first, np.flatnonzero(size).tolist()):
-            group += [group[0]] * (GROUP - len(group))
-            numbers = [expert for expert, _ in group]
-            y = self._in_turn(run([x for _, x in group], h, routing.tokens, y, first[numbers], size[numbers]))
+            rows = size[[expert for expert, _ in group]]
+            group += [group[0]] * (GROUP - len(group))  # these have no rows
+            rows, numbers = np.pad(rows, (0, GROUP - len(rows))), [expert for expert, _ in group]
+            y = self._in_turn(run([x for _, x in group], h, routing.tokens, y, first[numbers], rows))
             experts.computing(y)
         part.x, done = self._in_turn(join(leaves, part.x, h, routing, y))
         experts.computing(done)
