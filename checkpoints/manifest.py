@@ -87,22 +87,22 @@ class Manifest:
 
 
 def part_name(name: str, index: int) -> str:
-    """Return the name that a part of a leaf is stored under.
+    """Return the name that a part of a leaf is stored under: no dot, since names of leaves may end in numbers.
 
     >>> part_name("layers.0.mlp.experts.down.weight", 7)
-    'layers.0.mlp.experts.down.weight.7'
+    'layers.0.mlp.experts.down.weight@7'
     """
-    return f"{name}.{index}"
+    return f"{name}@{index}"
 
 
 def part_of(name: str) -> tuple[str, int | None]:
     """Return the leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
 
-    >>> part_of("layers.0.mlp.experts.down.weight.7")
+    >>> part_of("layers.0.mlp.experts.down.weight@7")
     ('layers.0.mlp.experts.down.weight', 7)
     """
-    whole, _, last = name.rpartition(".")
-    return (whole, int(last)) if last.isdigit() else (name, None)
+    whole, _, index = name.partition("@")
+    return whole, int(index) if index else None
 
 
 def encode_manifest(leaves: dict[str, Leaf], files: dict[str, File]) -> bytes:

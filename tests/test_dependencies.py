@@ -42,6 +42,7 @@ ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
     "tests/goldens/make_gguf_goldens.py": {"llama-cpp-python", "sentencepiece", "torch", "transformers"},
     "tests/goldens/make_goldens.py": {"torch", "transformers"},
+    "tests/goldens/make_router_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_chat_goldens.py": {"transformers"},
     "tests/goldens/make_vision_goldens.py": {"timm", "torch", "torchvision", "transformers", "pyyaml", "yolov5"},
 }

@@ -356,7 +356,7 @@ def test_verify_reads_each_expert(tmp_path, out, options):
     assert report.tensors == len(HuggingFaceModel(tmp_path / "hf").leaf_names) > 3 * 2
     name, changed = "model.layers.0.block_sparse_moe.experts.2.w2.weight", load_file(tmp_path / "hf/0.safetensors")
     save_file(changed | {name: changed[name] + np.float16(1)}, tmp_path / "hf/0.safetensors")
-    assert compare_tensors(out, tmp_path / "hf").beyond == ("layers.0.mlp.experts.down.weight.2",)
+    assert compare_tensors(out, tmp_path / "hf").beyond == ("layers.0.mlp.experts.down.weight@2",)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])

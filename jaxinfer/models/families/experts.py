@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.models.config import DecoderConfig, GroupScore, MlpConfig, MoeConfig, RouterConfig, RouterKind
 from jaxinfer.models.families import llama
 from jaxinfer.models.families.fields import Fields, cycle
@@ -96,7 +97,8 @@ def _layer_sources(layer: str, mlp: MlpConfig, embed: int, names: ExpertNames) -
         sources[f"{leaf}.router.selection_bias"] = bias
     for expert in range(router.experts):
         gate_up, down = _expert_sources(layer, expert, mlp, embed, names)
-        sources |= {f"{leaf}.experts.gate_up.weight.{expert}": gate_up, f"{leaf}.experts.down.weight.{expert}": down}
+        sources[part_name(f"{leaf}.experts.gate_up.weight", expert)] = gate_up
+        sources[part_name(f"{leaf}.experts.down.weight", expert)] = down
     if mlp.shared is not None:
         sources |= _shared_sources(layer, mlp.shared.hidden, embed, names)
     if gates := mlp.moe.shared_mix.gates:

@@ -117,7 +117,7 @@ def test_each_expert_has_a_file_and_is_read_by_itself(mixture, tmp_path):
     whole = opened.read(names.__contains__)
     for expert in range(8):
         part = opened.read(names.__contains__, expert=expert)
-        np.testing.assert_array_equal(part[f"layers.1.mlp.experts.down.weight.{expert}"], whole[min(names)][expert])
+        np.testing.assert_array_equal(part[f"layers.1.mlp.experts.down.weight@{expert}"], whole[min(names)][expert])
 
 
 def test_a_damaged_expert_ends_the_request_by_name_and_the_next_one_goes_on(mixture):

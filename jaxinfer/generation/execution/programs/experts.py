@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
@@ -223,7 +224,7 @@ def build_experts(static: DecoderStatic, sizes: Experts) -> Callable[..., Any]:
     names = leaves_of_part(static.config, static.weights, sizes.kind, 0)
     return functools.partial(
         run_experts,
-        names=tuple(name.removeprefix(prefix).rpartition(".")[0] for name in names),
+        names=tuple(part_of(name)[0].removeprefix(prefix) for name in names),
         mlp=static.config.mlp_in(sizes.kind),
         tile=tile_rows(static.config, sizes, static.engine.chunk_size),
     )
