@@ -79,6 +79,7 @@ def test_logits_are_the_decoders(trained, batch):
     assert not routed.dropped.any()
 
 
+@pytest.mark.slow
 def test_losses_of_the_router(trained, batch):
     """Even use has a balance of 1; all tokens to the same two experts, with certainty, 8 / 2; and these drop most."""
     trainer, params = trained

@@ -164,10 +164,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("qwen2_moe_awkward", "dots1_awkward") else pytest.mark.slow)
-        for name in goldens.EXPERTS
-    ],
+    [pytest.param(name, marks=() if name == "qwen2_moe_awkward" else pytest.mark.slow) for name in goldens.EXPERTS],
 )
 def test_a_converted_checkpoint_generates_the_golden_s_tokens(name, tmp_path):
     """After two prefixes of the longest row the token of the largest logit."""

@@ -49,11 +49,13 @@ def test_the_same_texts():
     assert tuple(output.outputs[0].text for output in outputs) == TEXTS
 
 
+@pytest.mark.slow
 def test_bits_per_byte_of_held_out_modules(model, tokenizer, texts):
     bits = sum(model_bits(model, tokenizer, text) for text in texts)
     assert bits / sum(len(text.encode()) for text in texts) < 1.2  # 1.10 when it was made
 
 
+@pytest.mark.slow
 def test_every_expert_is_used(model, tokenizer, texts):
     tokens = encode(tokenizer, texts)[:1024].reshape(2, 512)
     load = route(model, jnp.asarray(tokens)).load

@@ -120,6 +120,7 @@ def test_structured_outputs_and_beams(moe_llm, by_hand):
         assert beam.cumulative_logprob == pytest.approx(scores[-4:].sum(), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_token(moe_dirs, moe_llm, monkeypatch):
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
     monkeypatch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key: costs)
