@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.cli.display import PIPED_WIDTH
 from jaxinfer.compiled import choices
 
 
@@ -18,7 +19,7 @@ def folder(tmp_path, monkeypatch):
 def tune(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["tune", "examples/demo_model", *arguments], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    assert all(len(line) <= 80 for line in done.output.splitlines())
+    assert all(len(line.rstrip()) <= PIPED_WIDTH for line in done.output.splitlines())
     return done.output
 
 
