@@ -41,7 +41,7 @@ def expert_mlp(
     most = _MOST_CHOICES_OF.get(gate_up.weight.dtype, _MOST_CHOICES)
     if tokens * k > most:
         raise UnsupportedError(f"only up to {most} rows are multiplied in place, got {tokens * k}")
-    experts = routing.experts.reshape(-1)
+    experts = read_experts(routing).reshape(-1)
 
     def linear(rows: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
         y = _product(rows, weights, experts)
@@ -51,6 +51,12 @@ def expert_mlp(
     y = linear(hidden, down, down_bias).reshape(tokens, k, -1).astype(jnp.float32)
     kept = routing.rows < len(routing.tokens)
     return jnp.sum(jnp.where(kept[..., None], y, 0.0) * routing.weights[..., None], axis=1).astype(x.dtype)
+
+
+def read_experts(routing: Routing) -> jax.Array:
+    """Return the expert that each choice reads, int32 [N, k]: one that is dropped reads an expert that others read."""
+    kept = routing.rows < len(routing.tokens)
+    return jnp.where(kept, routing.experts, routing.experts.reshape(-1)[jnp.argmax(kept)])
 
 
 def _product(x: jax.Array, weights: Weights, experts: jax.Array) -> jax.Array:

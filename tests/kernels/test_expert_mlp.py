@@ -207,3 +207,12 @@ def test_an_unknown_activation_is_refused():
             normal(4, 3, 33), top_k_gating(logits_of(3, 4), 2), *experts_of(4, 33, 17, "float32")[:2],
             activation="tan", gated=True,
         )  # fmt: skip
+
+
+def test_padding_and_dropped_choices_read_no_expert_of_their_own():
+    logits, valid = logits_of(6, 16), jnp.array([True, False, True, True, False, True])
+    for capacity in (None, 1):
+        routing = top_k_gating(logits, 2, valid=valid, capacity=capacity)
+        read = set(np.asarray(in_place.read_experts(routing)).ravel().tolist())
+        assert read == set(np.flatnonzero(routing.sizes).tolist())
+    assert set(np.asarray(routing.experts).ravel().tolist()) > read
