@@ -71,7 +71,7 @@ def touched_experts(model: Decoder, rows: int, tokens: int = 64) -> float:
         assert isinstance(layer.mlp, Moe)
         heads, _, _ = layer.attention.heads(x, layer.norm_before_attention, context, None, adapter_delta=None)
         x = layer.add_attention(x, heads)
-        routing = layer.mlp.route(layer.before_mlp(x).reshape(rows * tokens, -1), None)
+        routing = layer.mlp.router(layer.before_mlp(x).reshape(rows * tokens, -1), None)
         chosen = np.asarray(routing.experts).reshape(rows, tokens, -1)
         counts += [len(np.unique(chosen[:, position])) for position in range(tokens)]
         x = layer.add_experts(x, context)

@@ -33,7 +33,7 @@ from jaxinfer.generation.execution.programs.chain import (
     Propose,
     runs_experts,
 )
-from jaxinfer.generation.execution.programs.experts import Experts, Join, Route, mlp_kind
+from jaxinfer.generation.execution.programs.experts import Join, Route, RunExperts, mlp_kind
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import DecodeOutput, Speculation
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
@@ -164,7 +164,7 @@ class ChainExecutor(DecoderExecutor):
         assert experts is not None
         kind = mlp_kind(self._layout.config, layers.kind)
         route = self.programs.get(Route.of_kind(part.sizes, layers.kind))
-        run, join = (self.programs.get(program.of_kind(part.sizes, kind)) for program in (Experts, Join))
+        run, join = (self.programs.get(program.of_kind(part.sizes, kind)) for program in (RunExperts, Join))
         adapters = None if self._adapters is None else self._adapters[at]
         results = self._in_turn(route(leaves, adapters, caches[at], part.x, part.groups))
         part.x, caches[at], h, routing, y = results

@@ -1,7 +1,5 @@
 """One layer: attention and MLP, joined to the residual stream as the config's `BlockKind` says."""
 
-import functools
-
 import jax
 from flax import nnx
 
@@ -76,6 +74,11 @@ class TransformerLayer(nnx.Module):
         """The norm of what attention takes; post-norm and reordered blocks have none there."""
         return None if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.attention_norm
 
+    @property
+    def norm_before_mlp(self) -> Norm | None:
+        """The norm of what the MLP takes in a block that is not parallel; the same blocks have none there."""
+        return None if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.mlp_norm
+
     @jax.named_scope("attention")
     def add_attention(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
         """Add attention to the residual stream in a block that is not parallel.
@@ -103,19 +106,12 @@ class TransformerLayer(nnx.Module):
     def add_mlp(self, x: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
         """Add the MLP to the residual stream in a block that is not parallel: [N, D] -> [N, D]."""
         assert isinstance(self.mlp, Mlp)
-        hidden = functools.partial(self.mlp.hidden, x, adapter_delta=deltas.gate_up)
+        hidden = self.mlp.hidden(x, self.norm_before_mlp, adapter_delta=deltas.gate_up)
         down, delta = self.mlp.down, deltas.down
-        match self.block:
-            case BlockKind.SANDWICH:
-                return x + self.mlp_post_norm(down(hidden(self.mlp_norm), adapter_delta=delta))
-            case BlockKind.REORDERED:
-                return x + self.mlp_norm(down(hidden(None), adapter_delta=delta))
-            case BlockKind.POST_NORM:
-                return self.mlp_norm(down.linear_residual(hidden(None), x, adapter_delta=delta))
-            case _ if self.residual_scale != 1.0:
-                return x + self.residual_scale * down(hidden(self.mlp_norm), adapter_delta=delta)
-            case _:
-                return down.linear_residual(hidden(self.mlp_norm), x, adapter_delta=delta)
+        if self.block in (BlockKind.SANDWICH, BlockKind.REORDERED) or self.residual_scale != 1.0:
+            return self.join_mlp(x, down(hidden, adapter_delta=delta))
+        added = down.linear_residual(hidden, x, adapter_delta=delta)
+        return self.mlp_norm(added) if self.block is BlockKind.POST_NORM else added
 
     @jax.named_scope("moe")
     def add_experts(self, x: jax.Array, forward_context: ForwardContext) -> jax.Array:
@@ -128,7 +124,8 @@ class TransformerLayer(nnx.Module):
 
     def before_mlp(self, x: jax.Array) -> jax.Array:
         """Return what the MLP takes of the residual stream: [N, D] -> [N, D]."""
-        return x if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.mlp_norm(x)
+        norm = self.norm_before_mlp
+        return x if norm is None else norm(x)
 
     def join_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Join what an MLP gave, [N, D], to the residual stream."""

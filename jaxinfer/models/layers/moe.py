@@ -16,8 +16,8 @@ def _float32_product(x: jax.Array, weight: nnx.Param) -> jax.Array:
     return jnp.einsum("nd,md->nm", x.astype(jnp.float32), weight[...], precision="highest")
 
 
-def _float32_matrix(outputs: int, embed: int, axis: str | None, rngs: nnx.Rngs) -> nnx.Param:
-    return nnx.Param(0.02 * jax.random.normal(rngs.params(), (outputs, embed), jnp.float32), axes=(axis, "embed"))
+def _float32_matrix(outputs: int, embed: int, rngs: nnx.Rngs) -> nnx.Param:
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), (outputs, embed), jnp.float32), axes=(None, "embed"))
 
 
 class Router(nnx.Module):
@@ -30,7 +30,7 @@ class Router(nnx.Module):
 
     def __init__(self, embed: int, cfg: RouterConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.weight = _float32_matrix(cfg.experts, embed, None, rngs)
+        self.weight = _float32_matrix(cfg.experts, embed, rngs)
         bias = nnx.Param(jnp.zeros(cfg.experts, jnp.float32), axes=(None,))
         self.selection_bias = bias if cfg.selection_bias else None
 
@@ -85,8 +85,8 @@ class Experts(nnx.Module):
 class Moe(nnx.Module):
     """A few experts for each token, and perhaps an MLP that all tokens go through; [N, D] -> [N, D].
 
-    A layer calls the whole, or where experts come and go while it runs (`streaming`) first `route`, then `combine` with
-    what the experts gave.
+    A layer calls the whole, or where experts come and go while it runs (`streaming`) first `router`, then `combine`
+    with what the experts gave.
 
     Attributes:
       router: chooses the experts.
@@ -113,12 +113,8 @@ class Moe(nnx.Module):
         Returns: [..., D], and the choices of the N tokens.
         """
         rows = x.reshape(-1, x.shape[-1])
-        routing = self.route(rows, None if valid is None else valid.reshape(-1))
+        routing = self.router(rows, None if valid is None else valid.reshape(-1))
         return self.combine(rows, self.experts(rows, routing)).reshape(x.shape), routing
-
-    def route(self, x: jax.Array, valid: jax.Array | None) -> Routing:
-        """Choose the experts of [N, D]; valid: bool [N], or None."""
-        return self.router(x, valid)
 
     @jax.named_scope("shared")
     def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -145,7 +141,7 @@ class SharedGate(nnx.Module):
     """
 
     def __init__(self, embed: int, gates: int, *, rngs: nnx.Rngs):
-        self.weight = _float32_matrix(gates, embed, None, rngs)
+        self.weight = _float32_matrix(gates, embed, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[N, D] -> float32 [N, gates]."""

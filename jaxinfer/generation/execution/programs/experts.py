@@ -79,7 +79,7 @@ class Route(_OfLayer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts(_OfLayer):
+class RunExperts(_OfLayer):
     """The sizes of the pass, and the layer."""
 
     program = "experts"
@@ -139,7 +139,7 @@ def route(
         )
         x = block.add_attention(x, heads, deltas)
         h = block.before_mlp(x).reshape(-1, x.shape[-1])
-        routing = _mixture(block).route(h, forward_context.valid.reshape(-1))
+        routing = _mixture(block).router(h, forward_context.valid.reshape(-1))
     return x, [cache], h, routing, jnp.zeros((routing.tokens.size + tile, h.shape[1]), h.dtype)
 
 
@@ -218,7 +218,7 @@ def build_route(static: DecoderStatic, sizes: Route) -> Callable[..., Any]:
     return with_parts(static, [sizes.kind], functools.partial(route, layer=sizes.kind, tile=tile))
 
 
-def build_experts(static: DecoderStatic, sizes: Experts) -> Callable[..., Any]:
+def build_experts(static: DecoderStatic, sizes: RunExperts) -> Callable[..., Any]:
     """Return the function of these sizes."""
     prefix = f"layers.{sizes.kind}.mlp.experts."
     names = leaves_of_part(static.config, static.weights, sizes.kind, 0)
@@ -267,7 +267,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
         caches = [layout.state.caches[sizes.kind]]
         return layout.layer_leaves(sizes.kind), adapters, caches, *activations(layout, sizes)
 
-    def of_experts(sizes: Experts) -> tuple[Any, ...]:
+    def of_experts(sizes: RunExperts) -> tuple[Any, ...]:
         leaves, each = [layout.layer_leaves(sizes.kind, expert=0)] * GROUP, integers(GROUP)
         return leaves, *layout.inputs(inputs(sizes), tables(sizes).tokens, outputs(sizes), each, each)
 
@@ -294,11 +294,11 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             compiler_options=options,
         ),
         ProgramSpec(
-            sizes=Experts,
+            sizes=RunExperts,
             build=build_experts,
             static=static,
             arguments=of_experts,
-            reachable=reachable(Experts, mlp_kinds),
+            reachable=reachable(RunExperts, mlp_kinds),
             donate=(3,),
             compiler_options=options,
         ),
