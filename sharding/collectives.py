@@ -53,6 +53,12 @@ def psum(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum(x, names) if names else x
 
 
+def any_part(x: jax.Array, axis: str) -> jax.Array:
+    """Return whether x, bool [], holds on any of these devices: bool [], the same on all of them."""
+    names = mesh_axes(axis)
+    return lax.pmax(x.astype(jnp.int32), names) > 0 if names else x
+
+
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Return x of each of these devices: [...] -> [parts, ...]."""
     names = mesh_axes(axis)

@@ -11,7 +11,7 @@ import jax
 import msgspec
 from jax.sharding import AxisType, Mesh
 
-from jaxinfer.sharding.rules import ShardingRules
+from jaxinfer.sharding.rules import MESH_AXES, ShardingRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,11 @@ class MeshConfig:
     """How many ways each kind of parallelism splits the devices.
 
     Attributes:
-      data: copies of the model, each serving a part of the requests; only 1 is implemented.
+      data: lanes, each serving a part of the requests with a copy of the model; the experts of a mixture are shared out
+        over all lanes.
       pipeline: consecutive groups of layers; only 1 is implemented.
-      expert: groups of experts of a mixture; only 1 is implemented.
-      tensor: parts of every layer (heads, MLP hidden, vocabulary).
+      expert: parts of every layer, as `tensor`; of a mixture of experts groups of whole experts.
+      tensor: parts of every layer (heads, hidden width of MLPs and of each expert, vocabulary).
     """
 
     data: int = 1
@@ -30,8 +31,8 @@ class MeshConfig:
     expert: int = 1
     tensor: int = 1
 
-    AXES: ClassVar = ("data", "pipeline", "expert", "tensor")  # slowest link first
-    IMPLEMENTED: ClassVar = ("tensor",)
+    AXES: ClassVar = MESH_AXES
+    IMPLEMENTED: ClassVar = ("data", "expert", "tensor")
 
     def __post_init__(self) -> None:
         for axis in self.AXES:

@@ -1,14 +1,23 @@
 """One table from logical axis names to mesh axes. Change a layout here, never inside a layer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+MESH_AXES = ("data", "pipeline", "expert", "tensor")
+"""The axes of a mesh, that of the slowest link first."""
+
+EXCHANGES = ("cheapest", "all_to_all", "pcc", "pcc_all_gather", "all_gather")
+"""Ways of tokens to the experts of a mixture, and back."""
+
 MeshAxes = str | tuple[str, ...] | None
 """The mesh axes that a dimension is split over; None: every device has all of it."""
+
+WITHIN_LAYERS = ("expert", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,67 +29,105 @@ class ShardingRules:
     Attributes:
       vocab: token ids, in the embedding and the head.
       heads: of attention. kv_heads: of the KV cache, which goes where the heads go.
-      mlp: hidden width.
-      experts: of a mixture of experts.
-      embed, word_embed, norm, positions, pages, page, head_dim: what every device has whole.
+      mlp: hidden width of an MLP that all tokens go through.
+      experts: of a mixture of experts. expert_mlp: hidden width of each of them (expert slicing).
+      batch: requests. pages: of the KV cache, which go where the requests go.
+      embed, word_embed, norm, positions, page, head_dim: what every device has whole.
+      exchange: how tokens come to experts on other devices, and what these give comes back (`models/layers/moe.py`):
+        one of `EXCHANGES`.
     """
 
-    vocab: MeshAxes = "tensor"
-    heads: MeshAxes = "tensor"
-    kv_heads: MeshAxes = "tensor"
-    mlp: MeshAxes = "tensor"
-    experts: MeshAxes = None
+    vocab: MeshAxes = WITHIN_LAYERS
+    heads: MeshAxes = WITHIN_LAYERS
+    kv_heads: MeshAxes = WITHIN_LAYERS
+    mlp: MeshAxes = WITHIN_LAYERS
+    experts: MeshAxes = ("data", "expert")
+    expert_mlp: MeshAxes = "tensor"
+    batch: MeshAxes = "data"
+    pages: MeshAxes = "data"
     embed: MeshAxes = None
     word_embed: MeshAxes = None
     norm: MeshAxes = None
     positions: MeshAxes = None
-    pages: MeshAxes = None
     page: MeshAxes = None
     head_dim: MeshAxes = None
+    exchange: str = "cheapest"
 
-    SPLIT: ClassVar = ("vocab", "heads", "kv_heads", "mlp")
-    """The axes that can be split: sums over them are what the models exchange."""
+    SPLIT: ClassVar = ("vocab", "heads", "kv_heads", "mlp", "experts", "expert_mlp")
+    """The axes that a user may split: sums over them are what the models exchange."""
+    LANES: ClassVar = ("batch", "pages")
+    """The axes whose parts are lanes, always over "data"."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            axes = (value,) if isinstance(value, str) or value is None else value
-            if not isinstance(axes, tuple) or not axes or any(type(axis) not in (str, type(None)) for axis in axes):
-                raise ValueError(f"ShardingRules.{name} must be a mesh axis, a tuple of them, or None; got {value!r}.")
-            if len(set(axes)) != len(axes):
-                raise ValueError(f"ShardingRules.{name}={value!r} names a mesh axis twice.")
-            if value is not None and name not in self.SPLIT:
-                raise ValueError(
-                    f"ShardingRules.{name}={value!r} is not implemented: every device computes with the whole {name}; "
-                    f"split {', '.join(self.SPLIT)}."
-                )
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"ShardingRules.exchange must be one of {', '.join(EXCHANGES)}; got {self.exchange!r}.")
+        for name in self._axes():
+            self._check(name, getattr(self, name))
         if self.mesh_axes("heads") != self.mesh_axes("kv_heads"):
             raise ValueError(
                 f"ShardingRules.heads={self.heads!r} and kv_heads={self.kv_heads!r} must be equal: a query head reads "
                 "the keys and values on its own device."
             )
+        if "data" in (experts := self.mesh_axes("experts"))[1:]:
+            raise ValueError(f"ShardingRules.experts={self.experts!r} must have 'data' first, the slowest link.")
+        if both := set(experts) & set(self.mesh_axes("expert_mlp")):
+            raise ValueError(
+                f"ShardingRules.experts={self.experts!r} and expert_mlp={self.expert_mlp!r} both split over "
+                f"{min(both)!r}: an expert's width is split over other devices than those that have other experts."
+            )
+
+    def _axes(self) -> list[str]:
+        return [field.name for field in dataclasses.fields(self) if field.name != "exchange"]
+
+    def _check(self, name: str, value: object) -> None:
+        """Raise ValueError unless an axis may be split like that."""
+        axes = (value,) if isinstance(value, str) or value is None else value
+        if not isinstance(axes, tuple) or not axes or any(type(axis) not in (str, type(None)) for axis in axes):
+            raise ValueError(f"ShardingRules.{name} must be a mesh axis, a tuple of them, or None; got {value!r}.")
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"ShardingRules.{name}={value!r} names a mesh axis twice.")
+        if name in self.LANES:
+            if value != "data":
+                raise ValueError(f"ShardingRules.{name}={value!r} must be 'data': its parts are the lanes of a mesh.")
+        elif value is not None and name not in self.SPLIT:
+            raise ValueError(
+                f"ShardingRules.{name}={value!r} is not implemented: every device computes with the whole {name}; "
+                f"split {', '.join(self.SPLIT)}."
+            )
+        elif "data" in axes and name != "experts":
+            raise ValueError(
+                f"ShardingRules.{name}={value!r}: devices along 'data' have other requests, and cannot share a layer; "
+                "of a model's dimensions only experts are split over it."
+            )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
-        known = [field.name for field in dataclasses.fields(self)]
-        if axis not in known:
+        if axis not in (known := self._axes()):
             raise ValueError(f"Unknown axes {[axis]}; known: {sorted(known)}.")
         value = getattr(self, axis)
         return (value,) if isinstance(value, str) else value or ()
 
     def ways(self, mesh: Mesh | AbstractMesh, axis: str) -> int:
-        """Return how many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis it lacks."""
+        """Return how many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis unknown."""
+        return math.prod(mesh.shape[name] for name in self._on(mesh, axis))
+
+    def _on(self, mesh: Mesh | AbstractMesh, axis: str) -> tuple[str, ...]:
+        """Return the axes of several devices of a mesh that a logical axis is split over."""
         names = self.mesh_axes(axis)
-        if unknown := [name for name in names if name not in mesh.shape]:
+        if unknown := [name for name in names if name not in mesh.shape and name not in MESH_AXES]:
             raise ValueError(
                 f"ShardingRules.{axis}={getattr(self, axis)!r}: the mesh has no axis {unknown[0]!r}; it has "
                 f"{', '.join(map(str, mesh.shape))}."
             )
-        return math.prod(mesh.shape[name] for name in names)
+        return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return the PartitionSpec of an array with these logical axes (None: a dimension that is not split)."""
-        mapped = [() if axis is None else self.mesh_axes(axis) for axis in axes]
+    def spec(self, *axes: str | None, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
+        """Return the PartitionSpec of an array with these logical axes (None: a dimension that is not split).
+
+        mesh: leaves out the axes that have one device there; None: names all.
+        """
+        by_axis = self.mesh_axes if mesh is None else functools.partial(self._on, mesh)
+        mapped = [() if axis is None else by_axis(axis) for axis in axes]
         used = [name for names in mapped for name in names]
         if len(set(used)) != len(used):
             raise ValueError(f"{axes} maps two dimensions to one mesh axis: {used}.")
@@ -92,12 +139,12 @@ class ShardingRules:
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
         for axis, size in zip(axes, shape, strict=True):
             if axis is not None and size % (ways := self.ways(mesh, axis)):
-                over = "x".join(self.mesh_axes(axis))
+                over = " x ".join(self._on(mesh, axis))
                 raise ValueError(
                     f"{axis}={size} does not divide over {over}={ways} devices: choose another {over}, or "
                     f"ShardingRules({axis}=None) to keep it whole on every device."
                 )
-        return NamedSharding(mesh, self.spec(*axes))
+        return NamedSharding(mesh, self.spec(*axes, mesh=mesh))
 
     def fetch_sharding(
         self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]
@@ -118,9 +165,13 @@ class ShardingRules:
 
         Raises ValueError for an unknown name, and for what the class refuses.
         """
-        if unknown := sorted(fields.keys() - {*cls.SPLIT}):
-            raise ValueError(f"unknown axis {unknown[0]!r}; known: {', '.join(cls.SPLIT)}.")
-        given = {axis: tuple(names) or None if isinstance(names, list) else names for axis, names in fields.items()}
+        if unknown := sorted(fields.keys() - {*cls.SPLIT, "exchange"}):
+            raise ValueError(f"unknown axis {unknown[0]!r}; known: {', '.join(cls.SPLIT)}, and exchange.")
+        given: dict[str, Any] = {
+            axis: tuple(names) or None if isinstance(names, list) else names for axis, names in fields.items()
+        }
+        if "heads" in given:
+            given.setdefault("kv_heads", given["heads"])
         return cls(**given)
 
 

@@ -98,7 +98,6 @@ def test_encoders_have_no_cache(tmp_path):
     [
         (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, got 0"),
         (("--mesh", "pipeline=2"), "pipeline=2 is not implemented yet"),
-        (("--mesh", "data=2"), "data=2 is not implemented yet"),
         (("--mesh", "none.toml"), "none.toml"),
         (("--context", "65"), "--context 65 is more than the model's 64"),
         (("--dtype", "int4"), "dtype='int4' is not implemented"),

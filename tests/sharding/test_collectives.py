@@ -1,5 +1,7 @@
 """What model programs exchange, by logical axis, inside `shard_map` and without a mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import (
     all_gather,
+    any_part,
     axis_index,
     axis_size,
     local_part,
@@ -56,6 +59,22 @@ def test_what_is_not_split_is_not_exchanged():
 
 
 def test_an_axis_over_two_mesh_axes():
-    rules = ShardingRules(mlp=("data", "tensor"))
-    index = on_devices(lambda x: all_gather(axis_index("mlp"), "mlp"), np.arange(8), rules=rules, data=2, tensor=4)
+    index = on_devices(lambda x: all_gather(axis_index("mlp"), "mlp"), np.arange(8), expert=2, tensor=4)
     np.testing.assert_array_equal(index, np.arange(8))
+
+
+def test_what_holds_in_one_lane_holds_in_all():
+    def any_of_second(x):
+        here = (axis_index("batch") == 1) & (axis_index("mlp") == 0)
+        return jnp.stack([any_part(here, "batch"), any_part(here, "mlp"), any_part(here & False, "batch")])[None]
+
+    devices = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=devices, in_specs=(), out_specs=P(("data", "tensor")), check_vma=False)
+    def on_each():
+        with use_rules(ShardingRules()):
+            return any_of_second(None)
+
+    expected = [[True, False, False], [False, False, False], [True, True, False], [False, True, False]]
+    np.testing.assert_array_equal(on_each(), expected)

@@ -14,7 +14,9 @@ def test_builds_over_the_first_devices():
 
 def test_builds_over_given_devices():
     assert list(MeshConfig(tensor=2).build(jax.devices()[4:6]).devices.flat) == jax.devices()[4:6]
-    with pytest.raises(ValueError, match=r"^mesh tensor=2 needs 2 devices, and there are 3: lower tensor\.$"):
+    with pytest.raises(
+        ValueError, match=r"^mesh tensor=2 needs 2 devices, and there are 3: lower data or expert or tensor\.$"
+    ):
         MeshConfig(tensor=2).build(jax.devices()[:3])
 
 
@@ -35,9 +37,7 @@ def test_parse():
         ("tensor", "got ''"),
         ("tensro=2", "unknown field 'tensro'; known: data, pipeline"),
         ("tensor=2,tensor=4", "tensor is given twice"),
-        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by tensor"),
-        ("expert=2", "MeshConfig.expert=2 is not implemented yet"),
-        ("data=2", "MeshConfig.data=2 is not implemented yet"),
+        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by data"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -54,7 +54,7 @@ def test_read(tmp_path):
 def test_read_with_rules(tmp_path):
     text = '[mesh]\ntensor = 4\n[rules]\nmlp = ["tensor"]\nvocab = []\nheads = "tensor"\n'
     (tmp_path / "mesh.toml").write_text(text)
-    rules = ShardingRules(mlp=("tensor",), vocab=None)
+    rules = ShardingRules(mlp=("tensor",), vocab=None, heads="tensor", kv_heads="tensor")
     assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(tensor=4), rules=rules)
 
 
@@ -81,8 +81,8 @@ def test_read_with_memory(tmp_path):
         ("[mesh]\n[rules]\nhedas = 'tensor'", r"\[rules\]: unknown axis 'hedas'; known: vocab, heads, kv_heads, mlp"),
         ("[mesh]\n[rules]\nbatch = 'tensor'", r"\[rules\]: unknown axis 'batch'"),
         (
-            "[mesh]\ntensor = 2\n[rules]\nmlp = ['expert', 'tensor']",
-            r"ShardingRules.mlp=\('expert', 'tensor'\): nothing is split over 'expert', which is not implemented yet",
+            "[mesh]\ntensor = 2\n[rules]\nmlp = ['pipeline', 'tensor']",
+            r"ShardingRules.mlp=\('pipeline', 'tensor'\): nothing is split over 'pipeline', which is not impl",
         ),
         ("[mesh]\n[rules]\nvocab = 'tensro'", r"nothing is split over 'tensro', which is no axis of a mesh"),
         ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),
@@ -90,7 +90,10 @@ def test_read_with_memory(tmp_path):
             "[mesh]\n[rules]\nmlp = 2",
             r"\[rules\]: ShardingRules.mlp must be a mesh axis, a tuple of them, or None; got 2",
         ),
-        ("[mesh]\n[rules]\nheads = []", r"\[rules\]: ShardingRules.heads=None and kv_heads='tensor' must be equal"),
+        (
+            "[mesh]\n[rules]\nheads = []\nkv_heads = ['expert', 'tensor']",
+            r"\[rules\]: ShardingRules.heads=None and kv_heads=\('expert', 'tensor'\) must be equal",
+        ),
     ],
 )
 def test_read_refuses_and_names_the_file(tmp_path, text, message):

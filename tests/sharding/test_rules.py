@@ -8,8 +8,8 @@ from jaxinfer.sharding import MeshConfig, ShardingRules
 
 def test_spec():
     rules = ShardingRules()
-    assert rules.spec("vocab", "embed") == P("tensor", None)
-    assert rules.spec("embed", "heads") == P(None, "tensor")
+    assert rules.spec("vocab", "embed") == P(("expert", "tensor"), None)
+    assert rules.spec("embed", "heads") == P(None, ("expert", "tensor"))
 
 
 def test_a_typo_does_not_mean_replicate():
@@ -45,7 +45,7 @@ def test_several_mesh_axes_split_one_dimension():
     assert rules.spec("mlp", "embed") == P(("expert", "tensor"), None)
     mesh = jax.make_mesh((2, 4), ("expert", "tensor"), (AxisType.Auto,) * 2)
     assert rules.sharding(mesh, ("mlp", "embed"), (16, 6)).shard_shape((16, 6)) == (2, 6)
-    with pytest.raises(ValueError, match=r"mlp=12 does not divide over expertxtensor=8"):
+    with pytest.raises(ValueError, match=r"mlp=12 does not divide over expert x tensor=8"):
         rules.sharding(mesh, ("mlp",), (12,))
     with pytest.raises(ValueError, match="two dimensions to one mesh axis"):
         rules.spec("vocab", "mlp")
@@ -55,9 +55,15 @@ def test_several_mesh_axes_split_one_dimension():
     ("changes", "message"),
     [
         ({"embed": "tensor"}, r"ShardingRules.embed='tensor' is not implemented: every device computes with the whole"),
-        ({"heads": None}, r"heads=None and kv_heads='tensor' must be equal"),
+        ({"heads": None}, r"heads=None and kv_heads=\('expert', 'tensor'\) must be equal"),
         ({"mlp": ("tensor", "tensor")}, "names a mesh axis twice"),
         ({"mlp": 2}, r"must be a mesh axis, a tuple of them, or None; got 2"),
+        ({"batch": None}, r"ShardingRules.batch=None must be 'data': its parts are the lanes"),
+        ({"mlp": ("data", "tensor")}, r"mlp=\('data', 'tensor'\): devices along 'data' have other requests"),
+        ({"experts": ("expert", "data")}, "must have 'data' first"),
+        ({"expert_mlp": ("expert", "tensor")}, "both split over 'expert'"),
+        ({"exchange": "ragged"}, "exchange must be one of cheapest, all_to_all, pcc, pcc_all_gather, all_gather; got"),
+        ({"exchange": ["pcc"]}, r"exchange must be one of .*; got \['pcc'\]"),
         ({"mlp": ()}, r"must be a mesh axis, a tuple of them, or None; got \(\)"),
     ],
 )
@@ -67,6 +73,17 @@ def test_refusals(changes, message):
 
 
 def test_an_axis_that_the_mesh_has_not():
-    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"ShardingRules.mlp='tensor': the mesh has no axis 'tensor'; it has model"):
-        ShardingRules().sharding(mesh, ("mlp",), (8,))
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,))
+    assert ShardingRules().sharding(mesh, ("mlp",), (8,)).spec == P("tensor")
+    assert ShardingRules(mlp="expert").sharding(mesh, ("mlp",), (7,)).is_fully_replicated
+    with pytest.raises(ValueError, match=r"ShardingRules.mlp='model': the mesh has no axis 'model'; it has tensor"):
+        ShardingRules(mlp="model").sharding(mesh, ("mlp",), (8,))
+
+
+def test_experts_over_lanes_and_columns():
+    mesh = MeshConfig(data=2, expert=2, tensor=2).abstract()
+    rules = ShardingRules()
+    assert rules.sharding(mesh, ("experts", "expert_mlp", "embed"), (8, 6, 4)).shard_shape((8, 6, 4)) == (2, 3, 4)
+    assert rules.sharding(mesh, ("pages", "page", "kv_heads"), (8, 6, 4)).shard_shape((8, 6, 4)) == (4, 6, 1)
+    with pytest.raises(ValueError, match=r"experts=6 does not divide over data x expert=4 devices"):
+        rules.sharding(mesh, ("experts",), (6,))

@@ -67,6 +67,8 @@ def build_engine(
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, adapters = check_processors(logits_processors), None
+    if model.mesh is not None and model.mesh.shape.get("data", 1) > 1:
+        raise ValueError("MeshConfig.data: lanes are not implemented yet; set data = 1.")
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
     if isinstance(model.config, EncoderConfig):

@@ -153,5 +153,5 @@ class TransformerLayer(nnx.Module):
             norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
             hidden = self.mlp.hidden(x, norm, adapter_delta=deltas.gate_up)
             if isinstance(y, PartialSum):
-                return self.mlp.down.partial_sum(hidden, y, adapter_delta=deltas.down).finish("mlp")
+                return self.mlp.down.partial_sum(hidden, y, adapter_delta=deltas.down).finish()
             return self.mlp.down.linear_residual(hidden, y, adapter_delta=deltas.down)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxinfer.models.config import Activation
 from jaxinfer.models.layers.low_rank import AdapterDelta
@@ -20,7 +21,7 @@ from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.weights import QuantizedFormat, quantize
-from jaxinfer.sharding.collectives import axis_size, local_index, psum
+from jaxinfer.sharding.collectives import axis_size, local_index, mesh_axes, psum
 
 
 def _matrix(
@@ -48,20 +49,22 @@ def _weights(weight: nnx.Param, scale: nnx.Param | None) -> Weights:
 
 
 class PartialSum(NamedTuple):
-    """A sum over a split axis that is not finished.
+    """A sum over devices that is not finished.
 
     Attributes:
       part: what this device adds to it, [..., N].
+      axes: the mesh axes of these devices; none: the sum is whole.
       once: what is added after it, the same on every device, [..., N] or [N]; None: nothing. Devices that add up
         rounded numbers must not round the residual stream with them, in every layer.
     """
 
     part: jax.Array
-    once: jax.Array | None
+    axes: tuple[str, ...]
+    once: jax.Array | None = None
 
-    def finish(self, axis: str) -> jax.Array:
-        """Add up the parts of all devices along an axis; then add `once` in float32, rounded once."""
-        total = psum(self.part, axis)
+    def finish(self) -> jax.Array:
+        """Add up the parts of all devices; then add `once` in float32, rounded once."""
+        total = lax.psum(self.part, self.axes) if self.axes else self.part
         if self.once is None:
             return total
         return (total.astype(jnp.float32) + self.once.astype(jnp.float32)).astype(total.dtype)
@@ -98,7 +101,7 @@ class Linear(nnx.Module):
           adapter_delta: what adapters add to the product, which then runs unfused; the same in all methods.
         """
         if axis_size(self.inputs_axis) > 1:
-            return self.partial_sum(x, adapter_delta=adapter_delta).finish(self.inputs_axis)
+            return self.partial_sum(x, adapter_delta=adapter_delta).finish()
         return self._product(x, self._bias, None, adapter_delta)
 
     def norm_linear(
@@ -137,7 +140,7 @@ class Linear(nnx.Module):
           adapter_delta: as above.
         """
         if axis_size(self.inputs_axis) > 1:
-            return self.partial_sum(x, residual, adapter_delta=adapter_delta).finish(self.inputs_axis)
+            return self.partial_sum(x, residual, adapter_delta=adapter_delta).finish()
         return self._product(x, self._bias, residual, adapter_delta)
 
     def partial_sum(
@@ -154,11 +157,16 @@ class Linear(nnx.Module):
           residual: [..., N], or a sum over the same devices that this one continues.
           adapter_delta: as above.
         """
-        part, once = residual if isinstance(residual, PartialSum) else (None, residual)
+        axes = mesh_axes(self.inputs_axis)
+        if isinstance(residual, PartialSum):
+            assert residual.axes == axes
+            part, once = residual.part, residual.once
+        else:
+            part, once = None, residual
         if self.bias is not None:
             bias = self.bias[...]
             once = bias if once is None else once.astype(jnp.float32) + bias
-        return PartialSum(self._product(x, None, part, adapter_delta), once)
+        return PartialSum(self._product(x, None, part, adapter_delta), axes, once)
 
     @property
     def _bias(self) -> jax.Array | None:

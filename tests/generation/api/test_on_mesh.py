@@ -327,13 +327,13 @@ def test_every_family_in_bfloat16(name, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "rules", "message"),
     [
-        ({"data": 2, "tensor": 2}, None, r"mesh: MeshConfig.data=2 is not implemented yet"),
+        ({"pipeline": 2, "tensor": 2}, None, r"mesh: MeshConfig.pipeline=2 is not implemented yet"),
         ({"model": 2}, None, r"mesh: unknown field 'model'; known: data, pipeline, expert, tensor"),
         (None, ShardingRules(vocab=None), "rules say how a mesh splits a model, and there is no mesh"),
         (
             {"tensor": 2},
-            ShardingRules(mlp=("data", "tensor")),
-            r"ShardingRules.mlp=\('data', 'tensor'\): nothing is split over 'data', which is not implemented yet",
+            ShardingRules(mlp=("pipeline", "tensor")),
+            r"ShardingRules.mlp=\('pipeline', 'tensor'\): nothing is split over 'pipeline', which is not implemented",
         ),
     ],
 )
