@@ -30,6 +30,8 @@ class Leaf:
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(f"axes {self.axes} do not fit shape {self.shape}: one name per dimension.")
+        if self.axes[:1] == (EXPERTS,) and "mlp" in self.axes:  # as written before experts' widths were split otherwise
+            object.__setattr__(self, "axes", tuple("expert_mlp" if axis == "mlp" else axis for axis in self.axes))
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -24,6 +24,11 @@ def use_rules(rules: ShardingRules) -> contextlib.AbstractContextManager[None]:
     return _rules(rules)
 
 
+def rules() -> ShardingRules:
+    """Return the rules by which the program is traced."""
+    return _rules.value
+
+
 def mesh_axes(axis: str) -> tuple[str, ...]:
     """Return the mesh axes of more than one device that a logical axis is split over in the program being traced."""
     mesh = get_abstract_mesh()

@@ -10,6 +10,16 @@ three and the activation. An MoE layer is
 Letters: N tokens of D features, E experts, k experts chosen per token, R rows sorted by expert.
 """
 
-from jaxinfer.pallas_kernels.moe.api import Routing, expert_mlp, grouped_matmul, permute, top_k_gating, unpermute
+from jaxinfer.pallas_kernels.moe.api import expert_mlp, grouped_matmul, permute, top_k_gating, unpermute
+from jaxinfer.pallas_kernels.moe.routing import Routing, limit_capacity, sort_choices
 
-__all__ = ["Routing", "expert_mlp", "grouped_matmul", "permute", "top_k_gating", "unpermute"]
+__all__ = [
+    "Routing",
+    "expert_mlp",
+    "grouped_matmul",
+    "limit_capacity",
+    "permute",
+    "sort_choices",
+    "top_k_gating",
+    "unpermute",
+]

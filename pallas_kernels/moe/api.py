@@ -13,7 +13,7 @@ from jaxinfer.pallas_kernels.moe import xla as fallbacks
 from jaxinfer.pallas_kernels.moe.routing import GroupScore, Routing, Rule, Scoring
 from jaxinfer.pallas_kernels.weights import Weights
 
-__all__ = ["Routing", "expert_mlp", "grouped_matmul", "permute", "top_k_gating", "unpermute"]
+__all__ = ["expert_mlp", "grouped_matmul", "permute", "top_k_gating", "unpermute"]
 
 _top_k_gating = Operation("top_k_gating", mosaic(kernels.top_k_gating), reference(plain.top_k_gating))
 _permute = Operation("permute", mosaic(kernels.permute), reference(plain.permute))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.pallas_kernels.activations import activate_outputs
-from jaxinfer.pallas_kernels.moe.routing import Routing, Rule, finite, limit_capacity
+from jaxinfer.pallas_kernels.moe.routing import Routing, Rule, finite, limit_capacity, sort_choices
 from jaxinfer.pallas_kernels.weights import Weights, dequantize, is_int8, quantize_rows
 
 
@@ -13,23 +13,11 @@ def top_k_gating(
     logits: jax.Array, selection_bias: jax.Array | None = None, valid: jax.Array | None = None, *, rule: Rule
 ) -> Routing:
     """Route each token to its experts. Arguments as of `api`."""
-    tokens, num_experts = logits.shape
-    k = rule.k
+    num_experts = logits.shape[1]
     logits = finite(logits)
-    experts = lax.top_k(_ranking(logits, selection_bias, rule), k)[1].astype(jnp.int32)
-    weights = _weights(logits, experts, rule)
-    if valid is not None:
-        weights = jnp.where(valid[:, None], weights, 0.0)
-    choices = (experts if valid is None else jnp.where(valid[:, None], experts, num_experts)).reshape(-1)
-    sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1, mode="drop")
-    offsets = jnp.cumsum(sizes) - sizes
-    order = jnp.argsort(choices, stable=True).astype(jnp.int32)  # row -> choice
-    rows = jnp.zeros_like(choices).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    token_of_row = order // k
-    if valid is not None:  # rows of padding come last, and are empty
-        rows = jnp.where(choices < num_experts, rows, tokens * k)
-        token_of_row = jnp.where(jnp.arange(tokens * k) < jnp.sum(sizes), token_of_row, tokens)
-    routing = Routing(experts, weights, rows.reshape(tokens, k), token_of_row, offsets, sizes)
+    experts = lax.top_k(_ranking(logits, selection_bias, rule), rule.k)[1].astype(jnp.int32)
+    kept = None if valid is None else jnp.broadcast_to(valid[:, None], experts.shape)
+    routing = sort_choices(experts, _weights(logits, experts, rule), kept, num_experts)
     return routing if rule.capacity is None else limit_capacity(routing, rule.capacity)
 
 

@@ -77,6 +77,29 @@ def finite(logits: jax.Array) -> jax.Array:
     return jnp.where(logits >= -_MAX_LOGIT, jnp.minimum(logits, _MAX_LOGIT), -_MAX_LOGIT)
 
 
+def sort_choices(experts: jax.Array, weights: jax.Array, kept: jax.Array | None, num_experts: int) -> Routing:
+    """Return the routing of choices that are made: a row for each that is kept, sorted by expert.
+
+    Args:
+      experts: int32 [N, k], in 0..num_experts - 1 where the choice is kept.
+      weights: float32 [N, k]; those of choices that are not kept become 0.
+      kept: bool [N, k]; None: all.
+    """
+    tokens, k = experts.shape
+    if kept is not None:
+        weights = jnp.where(kept, weights, 0.0)
+    choices = (experts if kept is None else jnp.where(kept, experts, num_experts)).reshape(-1)
+    sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1, mode="drop")
+    offsets = jnp.cumsum(sizes) - sizes
+    order = jnp.argsort(choices, stable=True).astype(jnp.int32)  # row -> choice
+    rows = jnp.zeros_like(choices).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
+    token_of_row = order // k
+    if kept is not None:  # rows of the others come last, and are empty
+        rows = jnp.where(choices < num_experts, rows, tokens * k)
+        token_of_row = jnp.where(jnp.arange(tokens * k) < jnp.sum(sizes), token_of_row, tokens)
+    return Routing(experts, weights, rows.reshape(tokens, k), token_of_row, offsets, sizes)
+
+
 def limit_capacity(routing: Routing, capacity: int) -> Routing:
     """Give every expert `capacity` rows and drop the choices that do not fit."""
     (tokens, k), experts = routing.experts.shape, len(routing.sizes)

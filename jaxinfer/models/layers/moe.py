@@ -1,14 +1,18 @@
 """The feed-forward block as a mixture of experts (DeepSpeed Inference, section V)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import MlpConfig, MoeConfig, RouterConfig, SharedMix
-from jaxinfer.models.layers.linear import Stack
+from jaxinfer.models.layers.expert_exchange import run_experts
+from jaxinfer.models.layers.linear import PartialSum, Stack
 from jaxinfer.models.layers.mlp import Mlp
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.moe import Routing, expert_mlp, top_k_gating
+from jaxinfer.sharding.collectives import axis_index, axis_size, mesh_axes
 
 
 def _float32_product(x: jax.Array, weight: nnx.Param) -> jax.Array:
@@ -64,19 +68,25 @@ class Experts(nnx.Module):
     def __init__(self, embed: int, cfg: MlpConfig, count: int, weights: WeightFormat, *, rngs: nnx.Rngs):
         self.cfg = cfg
         outputs = 2 * cfg.hidden if cfg.gated else cfg.hidden
-        self.gate_up = Stack(count, embed, outputs, weights, axes=("mlp", "embed"), bias=cfg.bias, rngs=rngs)
-        self.down = Stack(count, cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
+        self.gate_up = Stack(count, embed, outputs, weights, axes=("expert_mlp", "embed"), bias=cfg.bias, rngs=rngs)
+        self.down = Stack(count, cfg.hidden, embed, weights, axes=("embed", "expert_mlp"), bias=cfg.bias, rngs=rngs)
 
     @jax.named_scope("experts")
     def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Sum each token's experts by their weights: [N, D] -> [N, D]."""
+        """Sum those of each token's experts that this device has, by their weights: [N, D] -> [N, D].
+
+        Where the hidden width is split, of each what its part of it gives.
+        """
+        bias = self.down.biases
+        if bias is not None and axis_size("expert_mlp") > 1:
+            bias = jnp.where(axis_index("expert_mlp") == 0, bias, 0.0)  # one of the parts adds it
         return expert_mlp(
             x,
             routing,
             self.gate_up.weights,
             self.down.weights,
             self.gate_up.biases,
-            self.down.biases,
+            bias,
             activation=self.cfg.activation.value,
             gated=self.cfg.gated,
         )
@@ -114,23 +124,37 @@ class Moe(nnx.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         routing = self.router(rows, None if valid is None else valid.reshape(-1))
-        return self.combine(rows, self.experts(rows, routing)).reshape(x.shape), routing
+        y = run_experts(rows, routing, self.experts, self.cfg.router.capacity(len(rows)))
+        return self.combine(rows, y).reshape(x.shape), routing
 
     @jax.named_scope("shared")
-    def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Add the shared MLP of x, [N, D], to what the experts gave, [N, D]."""
+    def combine(self, x: jax.Array, y: PartialSum) -> jax.Array:
+        """Add the shared MLP of x, [N, D], to what the experts gave, [N, D].
+
+        Where devices have parts of both, one sum over the devices adds them up.
+        """
         if self.shared is None:
-            return y
-        hidden = self.shared.hidden(x, None)
+            return y.finish()
+        if y.axes != mesh_axes("mlp"):
+            y = PartialSum(y.finish(), ())
+        hidden, down = self.shared.hidden(x, None), self.shared.down
         if self.shared_gate is None:
-            return self.shared.down.linear_residual(hidden, y)
-        shared, gates = self.shared.down(hidden), self.shared_gate(x)
+            return down.partial_sum(hidden, y).finish() if y.axes else down.linear_residual(hidden, y.part)
+        shared, weigh = down.partial_sum(hidden), self._weights(x)
+        if y.axes != shared.axes:
+            shared = PartialSum(shared.finish(), ())
+        once = None if shared.once is None else weigh(jnp.zeros_like(shared.part), shared.once)
+        return PartialSum(weigh(y.part, shared.part), y.axes, once).finish()
+
+    def _weights(self, x: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Return the weighted sum, by x, of what experts and the shared MLP gave, linear in both; [N, D] each."""
+        assert self.shared_gate is not None
+        gates = self.shared_gate(x)
         if self.cfg.shared_mix is SharedMix.GATED:
-            mixed = y + jax.nn.sigmoid(gates) * shared
+            of_experts, of_shared = 1.0, jax.nn.sigmoid(gates)
         else:
             of_experts, of_shared = jnp.split(jax.nn.softmax(gates), 2, axis=-1)
-            mixed = of_experts * y + of_shared * shared
-        return mixed.astype(y.dtype)
+        return lambda experts, shared: (of_experts * experts + of_shared * shared).astype(experts.dtype)
 
 
 class SharedGate(nnx.Module):

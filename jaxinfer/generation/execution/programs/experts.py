@@ -205,10 +205,12 @@ def join(
       y: the rows of all experts.
     Returns: the stream, [N, D], and a number that is there when it is.
     """
+    from jaxinfer.models.layers.linear import PartialSum  # imports Flax, which only tracing needs
+
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
         experts = unpermute(y[: routing.tokens.size], routing)
-        x = block.join_mlp(x, _mixture(block).combine(h, experts).reshape(x.shape))
+        x = block.join_mlp(x, _mixture(block).combine(h, PartialSum(experts, ())).reshape(x.shape))
     return x, x.reshape(-1)[0]
 
 
