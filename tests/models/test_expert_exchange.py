@@ -11,7 +11,7 @@ from flax import nnx
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.models.abstract import variables
 from jaxinfer.models.config import Activation, MlpConfig, MoeConfig, RouterConfig, SharedMix
-from jaxinfer.models.layers.expert_exchange import Sizes
+from jaxinfer.models.layers.expert_exchange import ExchangeSizes
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_the_paper(lanes, column, tokens):
             {lanes, column},
         ),
     }
-    predicted = Sizes(
+    predicted = ExchangeSizes(
         lanes=lanes,
         column=column,
         slices=1,
@@ -177,8 +177,10 @@ def test_bytes_are_those_of_the_paper(lanes, column, tokens):
 def test_the_cheapest_is_chosen_by_bytes():
     mesh = {"data": 2, "expert": 2}
     sizes = {"choices": CHOICES, "experts": EXPERTS, "token_bytes": 64, "lanes": 2, "column": 2, "slices": 1}
-    assert Sizes(tokens=16, capacity=16, **sizes).cheapest == "all_gather"  # a table for all, since none is dropped
-    assert Sizes(tokens=16, capacity=6, **sizes).cheapest == "pcc"
+    assert (
+        ExchangeSizes(tokens=16, capacity=16, **sizes).cheapest == "all_gather"
+    )  # a table for all, since none is dropped
+    assert ExchangeSizes(tokens=16, capacity=6, **sizes).cheapest == "pcc"
     for capacity_factor, kinds in (
         (None, {"all-gather", "reduce-scatter", "all-reduce"}),
         (1.0, {"all-to-all", "all-reduce"}),
@@ -191,7 +193,7 @@ def test_the_cheapest_is_chosen_by_bytes():
 def test_pcc_against_the_plain_way():
     """PCC sends at most 0.55 of the bytes where two devices share a lane's tokens, and 1 / L where L do."""
     for column in (2, 4, 8):
-        sizes = Sizes(
+        sizes = ExchangeSizes(
             lanes=32, column=column, slices=1, tokens=256, choices=1, experts=128, capacity=256, token_bytes=2 * 4096
         )
         ratio = sizes.wire_bytes("pcc") / sizes.wire_bytes("all_to_all")

@@ -33,8 +33,8 @@ Run = Callable[[jax.Array, Routing], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What decides how much devices exchange.
+class ExchangeSizes:
+    """The sizes that decide how much devices exchange.
 
     Attributes:
       lanes: Q, over which experts are split. column: L, devices of a lane over which experts are split.
@@ -126,7 +126,7 @@ def run_experts(x: jax.Array, routing: Routing, run: Run, capacity: int | None) 
     if place.num_lanes * place.column_size == 1:
         return PartialSum(run(x, routing), slices)
     tokens, choices = routing.experts.shape
-    sizes = Sizes(
+    sizes = ExchangeSizes(
         lanes=place.num_lanes,
         column=place.column_size,
         slices=math.prod(get_abstract_mesh().shape[name] for name in slices),
@@ -145,10 +145,10 @@ def run_experts(x: jax.Array, routing: Routing, run: Run, capacity: int | None) 
         if exchange == "all_to_all":
             y = _all_to_all(x, routing, run, place.lanes + place.column, place.num_lanes * place.column_size)
             return PartialSum(unpermute(y, routing), slices)
-        own = _of_column(routing, place, sizes.capacity)
-        y = _all_to_all(x, own, run, place.lanes, place.num_lanes)
+        held = _of_column(routing, place, sizes.capacity)
+        y = _all_to_all(x, held, run, place.lanes, place.num_lanes)
         if exchange == "pcc":
-            return PartialSum(unpermute(y, own), place.column + slices)
+            return PartialSum(unpermute(y, held), place.column + slices)
         rows = lax.all_gather(y.reshape(place.num_lanes, -1, y.shape[1]), place.column, axis=1)  # [Q, L, held * C, D]
         return PartialSum(unpermute(rows.reshape(-1, y.shape[1]), routing), slices)
 
@@ -163,8 +163,8 @@ def _all_gather(x: jax.Array, routing: Routing, run: Run, place: _Place) -> jax.
         x, both = (lax.all_gather(part, place.lanes, tiled=True) for part in (x, both))
         weights, chosen = jnp.split(both, 2, axis=1)
         chosen = chosen.astype(jnp.int32)
-    own = chosen - axis_index("experts") * place.held
-    y = run(x, _choices(own, weights, (own >= 0) & (own < place.held), place.held))
+    number = chosen - axis_index("experts") * place.held
+    y = run(x, _choices(number, weights, (number >= 0) & (number < place.held), place.held))
     return lax.psum_scatter(y, place.lanes, tiled=True) if place.lanes else y
 
 
@@ -173,8 +173,8 @@ def _of_column(routing: Routing, place: _Place, capacity: int) -> Routing:
     lane, rest = jnp.divmod(routing.experts, place.column_size * place.held)
     at, number = jnp.divmod(rest, place.held)
     mine = at == (lax.axis_index(place.column) if place.column else 0)
-    own = _choices(lane * place.held + number, routing.weights, _kept(routing) & mine, place.num_lanes * place.held)
-    return limit_capacity(own, capacity)
+    choices = _choices(lane * place.held + number, routing.weights, _kept(routing) & mine, place.num_lanes * place.held)
+    return limit_capacity(choices, capacity)
 
 
 def _all_to_all(x: jax.Array, routing: Routing, run: Run, peers: tuple[str, ...], count: int) -> jax.Array:
