@@ -19,13 +19,12 @@ from jaxinfer.sharding.collectives import use_rules
 
 EMBED, EXPERTS, CHOICES = 16, 8, 3
 EXCHANGES = ("all_to_all", "pcc", "pcc_all_gather", "all_gather")
-MESHES = (
-    {"expert": 4},
-    {"expert": 2, "tensor": 2},
-    {"data": 4},
-    {"data": 2, "expert": 2},
-    dict.fromkeys(("data", "expert", "tensor"), 2),
-)
+ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
+SOME_AXES = ({"expert": 4}, {"expert": 2, "tensor": 2}, {"data": 4}, {"data": 2, "expert": 2})
+
+
+def slow(*cases):
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def config(*, shared=None, bias=True, **router):
@@ -80,15 +79,15 @@ def tokens_of(count):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [ALL_AXES, *slow(*SOME_AXES)], ids=str)
 def test_gives_what_one_device_gives(mesh, exchange):
     check(mesh, config(shared=SharedMix.ADD), tokens_of(8), np.arange(8) % 3 > 0, exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("shared", [SharedMix.GATED, SharedMix.RESIDUAL])
+@pytest.mark.parametrize("shared", [SharedMix.GATED, *slow(SharedMix.RESIDUAL)])
 def test_every_way_of_adding_the_shared_mlp(shared, exchange):
-    check({"data": 2, "expert": 2, "tensor": 2}, config(shared=shared), tokens_of(4), np.full(4, True), exchange)
+    check(ALL_AXES, config(shared=shared), tokens_of(4), np.full(4, True), exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -99,7 +98,7 @@ def test_all_tokens_go_to_the_same_experts(exchange):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("valid", [(True, False, False, False), (False, False, False, False)])
+@pytest.mark.parametrize("valid", [(True, False, False, False), *slow((False, False, False, False))])
 def test_lanes_without_tokens(valid, exchange):
     check({"data": 4, "expert": 2}, config(), tokens_of(4), np.array(valid), exchange)
 
@@ -119,7 +118,7 @@ def test_in_bfloat16_as_precise_as_one_device(exchange):
     cfg, x, valid = config(shared=SharedMix.ADD), tokens_of(32).astype(jnp.bfloat16), np.full(32, True)
     with jax.default_matmul_precision("highest"):
         exact = compute_alone(cfg, x.astype(np.float32), valid)
-    program, leaves = compile_on({"data": 2, "expert": 2, "tensor": 2}, cfg, 16, exchange, "bfloat16")
+    program, leaves = compile_on(ALL_AXES, cfg, 16, exchange, "bfloat16")
     errors = [
         np.abs(np.asarray(y, np.float32) - exact).mean()
         for y in (compute_alone(cfg, x, valid, "bfloat16"), program(leaves, x, valid))
@@ -137,11 +136,11 @@ def exchanged(mesh, cfg, tokens, exchange):
     return floats, counts
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
-@pytest.mark.parametrize(("lanes", "column"), [(8, 1), (4, 2), (2, 4), (1, 8), (2, 2)])
-def test_bytes_are_those_of_the_paper(lanes, column, tokens):
+@pytest.mark.parametrize("tokens", [6, *slow(1)])
+@pytest.mark.parametrize("shape", [(4, 2), *slow((8, 1), (2, 4), (1, 8), (2, 2))])
+def test_bytes_are_those_of_the_paper(shape, tokens):
     """With p devices, of which L share a lane's tokens, the paper's all-to-all has p / L participants."""
-    table, y = EXPERTS * tokens * EMBED * 4, tokens * EMBED * 4
+    (lanes, column), table, y = shape, EXPERTS * tokens * EMBED * 4, tokens * EMBED * 4
     p = lanes * column
     plain, between = 2 * (p - 1) / p * table, 2 * (lanes - 1) / lanes * table / column
     by_exchange = {
