@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.engine.settings import Settings
 from benchmarks.report import Report
 from jaxinfer import PoolingParams, SamplingParams
-from jaxinfer.compiled import Costs, Program, ProgramCache
+from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
-from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
@@ -35,6 +35,7 @@ from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.results import read_decode, read_prefill
 from jaxinfer.generation.text import Tokenizer
@@ -62,6 +63,7 @@ class InstantExecutor:
 
     depth = 1
     workspace_bytes = 0
+    statistics = None
 
     def __init__(self, costs: Costs):
         self.programs: ProgramCache[Any] = ProgramCache([])
@@ -78,7 +80,7 @@ class InstantExecutor:
         """Do the host's work of sending a batch."""
         self.open.wait()
         self.launches.append((len(batch.rows), time.thread_time()))
-        return InFlightStep(batch, cast(Program, None), self._answer(batch), 0.0)
+        return InFlightStep(batch, self._answer(batch), 0.0)
 
     def _answer(self, batch: Batch) -> Any:
         raise NotImplementedError
@@ -102,27 +104,14 @@ class InstantDecoder(InstantExecutor):
         self._packer = Packer(layout, buckets, ())
 
     def _answer(self, batch: Batch) -> Any:
-        packer, buckets = self._packer, self._packer.buckets
-        if batch.copies:
-            packer.copies(batch.copies)
-        if batch.admissions:
-            packer.admissions(batch.admissions)
-        width = packer.page_table_width(batch)
-        nothing: Any = None
-        if not batch.chunks:
-            size = round_up(len(batch.rows), buckets.decode_rows)
-            packer.rows(batch.rows, size, width)
-            packer.bitmask(batch.rows, size)
-            packer.speculation_limits(batch.rows, size)
-            tokens: Any = np.full((size, 1), TOKEN)
-            counts: Any = np.zeros(size, np.int32)
+        self._packer.changes(batch)
+        sizes, nothing = cast(Pass, self._packer.pass_through(batch).sizes), cast(Any, None)
+        if not sizes.chunks:
+            tokens: Any = np.full((sizes.batch, 1), TOKEN)
+            counts: Any = np.zeros(sizes.batch, np.int32)
             return DecodeOutput(tokens, counts + 1, nothing, counts, counts, nothing)
-        count, size = round_up(len(batch.chunks), buckets.chunks), round_up(len(batch.rows), buckets.prefill_rows)
-        packer.chunks(batch.chunks, count, width)
-        packer.rows(batch.rows, size, width)
-        packer.bitmask(batch.parts, count + size)
-        tokens = np.full(count + size, TOKEN)
-        return PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing), count
+        tokens = np.full(sizes.chunks + sizes.batch, TOKEN)
+        return PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing), sizes.chunks
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Return the same token for every row."""

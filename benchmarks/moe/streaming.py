@@ -18,7 +18,8 @@ from benchmarks.moe.models import decoder
 from benchmarks.report import Report
 from benchmarks.streaming.disk import Way, fio
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.generation.execution.chain import ChainExecutor
+from jaxinfer.generation.execution.chain import ChainDecoderPasses
+from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models import config as c
 from jaxinfer.models.files.loading import open_model, save_model
@@ -132,9 +133,10 @@ def _decode(llm: LLM, tokens: int, seed: int) -> float:
 
 def _cache(llm: LLM) -> ExpertCache:
     executor = llm.engine.executor
-    assert isinstance(executor, ChainExecutor)
-    assert executor.experts is not None
-    return executor.experts
+    assert isinstance(executor, DecoderExecutor)
+    assert isinstance(executor.passes, ChainDecoderPasses)
+    assert executor.passes.layers.experts is not None
+    return executor.passes.layers.experts
 
 
 class _Watched:

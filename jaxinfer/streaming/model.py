@@ -22,20 +22,18 @@ class StreamedModel(LoadedModel):
     """A model whose `leaves` are only the ones outside layers: embeddings, the head, the last norm.
 
     Attributes:
-      placement: the place of its layers.
       store: the store of its layers, without experts.
       experts: the store of its experts; None: it has none.
     """
 
-    placement: Placement
     store: LayerStore
     experts: LayerStore | None
 
-    @property
-    def ranges(self) -> tuple[LayerRange, ...]:
-        """The layers as a pass runs them."""
-        moe_layers = self.config.moe_layers if isinstance(self.config, DecoderConfig) else ()
-        return self.placement.ranges(self.transformer.layer_kinds, moe_layers)
+
+def layer_ranges(opened: OpenedModel, placement: Placement) -> tuple[LayerRange, ...]:
+    """Return the layers as a pass runs them."""
+    config = opened.transformer
+    return placement.ranges(config.layer_kinds, config.moe_layers if isinstance(config, DecoderConfig) else ())
 
 
 def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib.Path | None = None) -> StreamedModel:
@@ -71,7 +69,7 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     stores["host"], stores["device"] = HostStore(host, shardings), DeviceStore(device)
     store = TieredStore([stores[tier] for tier in placement.tiers])
     experts = None if placement.experts is None else _expert_store(opened, placement.experts, files)
-    return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store, experts=experts)
+    return StreamedModel(**opened.fields(), leaves=leaves, store=store, experts=experts)
 
 
 def _expert_store(opened: OpenedModel, placement: ExpertPlacement, files: LayerFiles | None) -> LayerStore:

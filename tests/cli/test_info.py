@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import generate
-from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.api.build import open_costs
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model, open_model
@@ -202,11 +202,11 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
 
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     assert "No programs of this model were measured on" in shown(model)
-    engine = build_engine(load_model(model), None, EngineConfig(max_batch=1, context=16), num_pages=1)
+    costs = open_costs(load_model(model), EngineConfig(max_batch=1, context=16))
     for batch in (1, 2, 4):
         for _ in range(3):
-            engine.executor.costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)
-    engine.executor.costs.save()
+            costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)
+    costs.save()
     output = shown(model)
     rows = [re.split(" {2,}", line.strip()) for line in output.splitlines()]
     assert ["decode", "batch=4, pages=8", "2", "504.0"] in [row[:4] for row in rows]

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
-from jaxinfer.generation.engine.buckets import EncoderBuckets
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
@@ -19,12 +19,20 @@ from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
-from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
+from jaxinfer.generation.execution.base import DevicePrograms
+from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoderPasses, Layers
 from jaxinfer.generation.execution.decoder import DecoderExecutor
+from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.encoder import EncoderExecutor
+from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
+from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
+from jaxinfer.generation.execution.programs import chain_programs, decoder_programs, embed
+from jaxinfer.generation.execution.programs.chain import encoder_specs
+from jaxinfer.generation.execution.whole import WholeDecoderPasses, WholeEncoderPasses
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.other_names import unknown_options
@@ -45,12 +53,10 @@ def build_engine(
     model: LoadedModel,
     tokenizer: Tokenizer | None,
     config: SharedConfig,
+    plan: EnginePlan,
     *,
-    num_pages: int = 0,
-    max_chunks: int | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     clock: Clock = time.perf_counter,
-    costs: Costs | None = None,
 ) -> Engine:
     """Build an engine on a loaded model.
 
@@ -58,25 +64,19 @@ def build_engine(
       model: a decoder to generate and embed, or an encoder to embed.
       tokenizer: its tokenizer, or None for token ids only.
       config: the engine's sizes.
-      num_pages: the size of a decoder's cache; `memory.plan_memory` computes how many fit.
-      max_chunks: how many chunks of a step go through a streamed layer together; None: all.
+      plan: what was decided before: pages, the place of layers, the record of costs.
       logits_processors: functions by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
-      costs: the record of how long programs take; None: the one kept on disk, or under a virtual clock a new one.
 
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, adapters = check_processors(logits_processors), None
     if model.mesh is not None and model.mesh.shape.get("data", 1) > 1:
         raise ValueError("MeshConfig.data: lanes are not implemented yet; set data = 1.")
-    if costs is None:
-        costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
         shapes = EncoderBuckets.from_config(config)
-        scheduler = EncoderScheduler(config, shapes)
-        runs_encoder = EncoderChainExecutor if isinstance(model, StreamedModel) else EncoderExecutor
-        executor = runs_encoder(model, config, shapes, clock=clock, costs=costs)
+        scheduler, executor = EncoderScheduler(config, shapes), _encoder_executor(model, config, shapes, plan, clock)
     else:
         assert isinstance(config, EngineConfig)
         if config.max_adapters:
@@ -84,16 +84,13 @@ def build_engine(
             original = model.description.config
             assert isinstance(original, DecoderConfig)
             adapters = AdapterCache(*sizes, model.description.family, original)
-        buckets, streamed = buckets_of(config, model.platform), isinstance(model, StreamedModel)
+        buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
         buckets = streamed_buckets(buckets) if streamed else buckets
-        pages = PagePool(num_pages, config.page_size)
-        passes = PassCosts(costs, config.num_speculative_tokens, streamed=streamed)
-        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=passes)
-        buckets = sliced_buckets(buckets, max_chunks) if streamed else buckets
-        runs_decoder = ChainExecutor if streamed else DecoderExecutor
-        executor = runs_decoder(
-            model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=passes
-        )
+        costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed)
+        pages = PagePool(plan.num_pages, config.page_size)
+        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=costs)
+        buckets = sliced_buckets(buckets, plan.max_chunks)
+        executor = _decoder_executor(model, config, buckets, plan, costs, processors, clock)
     inputs = InputProcessor(
         vocab=model.transformer.vocab,
         eos_ids=model.eos_ids,
@@ -104,6 +101,52 @@ def build_engine(
         adapters=adapters,
     )
     return Engine(config, inputs, scheduler, executor, clock=clock)
+
+
+def _decoder_executor(
+    model: LoadedModel,
+    config: EngineConfig,
+    buckets: Buckets,
+    plan: EnginePlan,
+    costs: PassCosts,
+    processors: Mapping[str, LogitsProcessor],
+    clock: Clock,
+) -> DecoderExecutor:
+    """Make the executor of a decoder, whose layers are on the devices or are streamed to them."""
+    layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
+    if plan.placement is None:
+        programs = DevicePrograms(model, config, decoder_programs(layout))
+        passes = WholeDecoderPasses(programs)
+    else:
+        assert isinstance(model, StreamedModel)
+        layers = Layers(model, plan.placement, plan.costs)
+        programs = DevicePrograms(model, config, chain_programs(layout, layers.ranges))
+        passes = ChainDecoderPasses(layers, programs, buckets)
+    return DecoderExecutor(
+        state=DecoderState(layout, programs),
+        packer=Packer(layout, buckets, processors),
+        passes=passes,
+        programs=programs,
+        clock=clock,
+        costs=costs,
+    )
+
+
+def _encoder_executor(
+    model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, plan: EnginePlan, clock: Clock
+) -> EncoderExecutor:
+    """Make the executor of an encoder, whose layers are on the devices or are streamed to them."""
+    if plan.placement is None:
+        programs = DevicePrograms(model, config, [embed.spec(model, config.level)])
+        passes = WholeEncoderPasses(model, programs)
+    else:
+        assert isinstance(model, StreamedModel)
+        layers = Layers(model, plan.placement, plan.costs)
+        programs = DevicePrograms(model, config, encoder_specs(model, layers.ranges))
+        passes = ChainEncoderPasses(model, layers, programs)
+    return EncoderExecutor(
+        config=config, buckets=buckets, passes=passes, programs=programs, clock=clock, costs=plan.costs
+    )
 
 
 def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:
@@ -154,8 +197,10 @@ def place_model[Config: SharedConfig](
     reservation: Reservation,
     cache_bytes: int | None = None,
     given: Collection[str] = (),
-) -> tuple[LoadedModel, Config]:
-    """Load the model onto its devices or stream it to them; returns it with the engine's sizes that it can run.
+) -> tuple[LoadedModel, Config, Placement | None]:
+    """Load the model onto its devices or stream it to them.
+
+    Returns it with the engine's sizes that it can run, and the place of each layer (None: all are on the devices).
 
     Args:
       costs: the times of earlier fetches.
@@ -168,7 +213,7 @@ def place_model[Config: SharedConfig](
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         with _reserved(reservation, opened, None):
-            return opened.load(), config
+            return opened.load(), config, None
     for name, only in (("max_decode_passes", 1), ("level", 0), ("expert_load", False)):
         if name in given and (value := getattr(config, name, only)) != only:
             raise ValueError(
@@ -179,7 +224,7 @@ def place_model[Config: SharedConfig](
         model = stream_model(opened, placement, memory.layer_files)
     if isinstance(config, EngineConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
-    return model, config
+    return model, config, placement
 
 
 def _check_expert_load(model: OpenedModel, config: SharedConfig) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from jaxinfer.compiled import Costs
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.generation.api.build import (
     ModelOptions,
@@ -18,7 +17,7 @@ from jaxinfer.generation.api.build import (
 )
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
+from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.execution.memory import (
     MemoryPlan,
@@ -26,7 +25,6 @@ from jaxinfer.generation.execution.memory import (
     device_tenants,
     host_tenants,
     layer_offers,
-    placement_of,
     plan_memory,
     read_adapter_bytes,
     weight_tenants,
@@ -55,6 +53,7 @@ class LoadedEngine:
       model: weights and config.
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
+      plan: what was decided before the engine was built.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -62,19 +61,18 @@ class LoadedEngine:
     model: LoadedModel
     tokenizer: Tokenizer | None
     reservation: Reservation
+    plan: EnginePlan
     memory: MemoryPlan | None = None
 
     @property
     def placement(self) -> Placement | None:
         """Where each layer is, and why; None if all are on the devices."""
-        return placement_of(self.model)
+        return self.plan.placement
 
     @property
     def streaming(self) -> StreamingStatistics | None:
         """Measurements of bringing layers to the devices; None if all are on the devices."""
-        executor = None if isinstance(self.engine, ImageEngine) else self.engine.executor
-        streams = isinstance(executor, ChainExecutor | EncoderChainExecutor)
-        return executor.prefetcher.statistics if streams else None
+        return None if isinstance(self.engine, ImageEngine) else self.engine.executor.statistics
 
 
 def load_engine(path: str | Path, *, owner: str, **options: Any) -> LoadedEngine:
@@ -120,7 +118,7 @@ def load_decoder(
     config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     costs = open_costs(opened, config, logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")
-    model, config = place_model(
+    model, config, placement = place_model(
         opened,
         config,
         memory_config,
@@ -130,21 +128,18 @@ def load_decoder(
         given=options.keys(),
     )
     tokenizer = Tokenizer.from_folder(model.folder)
-    memory = plan_memory(model, config, cache_bytes=cache_bytes, device_memory=memory_config.device_memory)
-    _reserve(reservation, model, config, memory.tenants, costs)
-    engine = build_engine(
-        model,
-        tokenizer,
-        config,
-        num_pages=memory.num_pages,
-        max_chunks=memory.max_chunks,
-        logits_processors=logits_processors,
-        costs=costs,
+    memory = plan_memory(
+        model, config, placement=placement, cache_bytes=cache_bytes, device_memory=memory_config.device_memory
     )
+    plan = EnginePlan(num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement, costs=costs)
+    _reserve(reservation, model, config, memory.tenants, plan)
+    engine = build_engine(model, tokenizer, config, plan, logits_processors=logits_processors)
     for name, folder in (adapters or {}).items():
         assert engine.adapters is not None
         engine.adapters.register(name, folder)
-    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, memory=memory)
+    return LoadedEngine(
+        engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, plan=plan, memory=memory
+    )
 
 
 def load_encoder(
@@ -174,14 +169,14 @@ def load_encoder(
     opened = open_model(folder, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
     reservation = Reservation(f"{owner} {opened.name}")
-    model, config = place_model(
+    model, config, placement = place_model(
         opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
     )
-    tokenizer, placement = Tokenizer.from_folder(model.folder), placement_of(model)
+    tokenizer, plan = Tokenizer.from_folder(model.folder), EnginePlan(placement=placement, costs=costs)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
-    _reserve(reservation, model, config, tenants, costs)
-    engine = build_engine(model, tokenizer, config, costs=costs)
-    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation)
+    _reserve(reservation, model, config, tenants, plan)
+    engine = build_engine(model, tokenizer, config, plan)
+    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, plan=plan)
 
 
 def load_image_embedder(
@@ -226,7 +221,7 @@ def load_image_embedder(
     reservation.resize(sizes_of(devices_of(None), tenants), remedy=remedy)
     model = opened.load()
     engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels)
-    return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation)
+    return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation, plan=EnginePlan())
 
 
 def _names(load: Callable[..., LoadedEngine]) -> set[str]:
@@ -236,17 +231,16 @@ def _names(load: Callable[..., LoadedEngine]) -> set[str]:
 
 
 def _reserve(
-    reservation: Reservation, model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], costs: Costs
+    reservation: Reservation, model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], plan: EnginePlan
 ) -> None:
     """Reserve all memory that a model takes. Raises BudgetError if it does not fit.
 
     tenants: the bytes it takes of each device, by tenant.
     """
-    placement = placement_of(model)
-    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    host = host_tenants(model, plan.placement) | {"adapters": read_adapter_bytes(config)}
     sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
-    reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
+    reservation.resize(sizes, offers=layer_offers(model, plan.placement, sizes, plan.costs), remedy=remedy)
 
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from jaxinfer.compiled import Costs, Program, ProgramCache
+from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.stats import SchedulerStats
+from jaxinfer.streaming.statistics import StreamingStatistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,13 +17,11 @@ class InFlightStep:
 
     Attributes:
       batch: the step's batch.
-      program: the program that runs it.
       output: the pending results, as the executor's `collect` takes them.
       launched: when it was sent.
     """
 
     batch: Batch
-    program: Program
     output: Any
     launched: float
 
@@ -95,6 +94,11 @@ class Executor(Protocol):
     @property
     def workspace_bytes(self) -> int:
         """Workspace of the largest program compiled so far, on each device."""
+        ...
+
+    @property
+    def statistics(self) -> StreamingStatistics | None:
+        """Measurements of bringing layers to the devices; None if all are there."""
         ...
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:

@@ -1,62 +1,139 @@
-"""The base of all executors: programs, and the record of their costs."""
+"""The base of executors: programs on the devices, the record of their costs, and the protocol of passes."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import jax
 
-from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec
+from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.files.loading import LoadedModel
+from jaxinfer.streaming.statistics import StreamingStatistics
 
 
-class BaseExecutor[Buckets]:
-    """Programs and times of a model on its devices.
+class DevicePrograms[Buckets]:
+    """The programs of a model on its devices.
 
     Args:
       model: weights and config.
       config: the engine's sizes.
       specs: the programs.
+
+    Attributes:
+      cache: all executables.
+      overlap: whether a program may be sent while another one runs.
+    """
+
+    def __init__(self, model: LoadedModel, config: SharedConfig, specs: Iterable[ProgramSpec[Any, Buckets]]):
+        self.overlap = can_overlap(model)
+        self._mesh, self._store = model.mesh, ExecutableStore()
+        self.cache = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self._store)
+
+    def compile(self, spec: ProgramSpec[Any, Any], sizes: Sizes) -> Any:
+        """Compile a program that is called in between, and not kept with the others."""
+        return spec.compile(sizes, mesh=self._mesh, store=self._store)
+
+    def run(self, sizes: Sizes, *arguments: Any) -> Any:
+        """Call the program of these sizes; blocks until it is done on platforms where two must not run at once."""
+        result = self.cache.get(sizes)(*arguments)
+        return result if self.overlap else jax.block_until_ready(result)
+
+
+class Passes(Protocol):
+    """Sends passes through the layers of a model to its devices."""
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a pass is sent without waiting for any part of it."""
+        ...
+
+    @property
+    def statistics(self) -> StreamingStatistics | None:
+        """Measurements of bringing layers to the devices; None if all are there."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the passes that were sent."""
+        ...
+
+    def restart(self) -> None:
+        """Give up what was sent, and begin with the first layer."""
+        ...
+
+    def interrupt(self) -> None:
+        """End a pass that waits for a disk, with an error; from any thread, when no other is to follow."""
+        ...
+
+
+class WholePasses:
+    """The base of passes in one program each, whose layers are all on the devices."""
+
+    overlap, statistics = True, None
+
+    def finish(self) -> None:
+        """Wait for nothing: whoever reads the results does."""
+
+    def restart(self) -> None:
+        """Do nothing: there is nothing on its way."""
+
+    def interrupt(self) -> None:
+        """Do nothing: there is no wait for a disk."""
+
+
+class BaseExecutor[Buckets]:
+    """Programs, passes and times of a model on its devices.
+
+    Args:
+      programs: the programs.
+      passes: sends passes to the devices.
+      config: the engine's sizes.
       clock: the engine's clock.
       costs: the record of the programs' times, to which every step is added.
 
     Attributes:
-      store: where executables are kept between processes.
-      programs: all executables.
       depth: as in `Executor`.
+      costs: as in `Executor`.
+      device: the programs.
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        config: SharedConfig,
-        specs: Iterable[ProgramSpec[Any, Buckets]],
-        clock: Clock,
-        costs: Costs,
+        self, programs: DevicePrograms[Buckets], passes: Passes, config: SharedConfig, clock: Clock, costs: Costs
     ):
-        self._overlaps = can_overlap(model)
-        self.config, self.depth, self.costs = config, int(config.overlap and self._overlaps), costs
-        self.store = ExecutableStore()
-        self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self.store)
-        self._clock, self._device = clock, DeviceTime(clock)
+        self.device, self.costs, self._passes = programs, costs, passes
+        self.depth = int(config.overlap and programs.overlap and passes.overlap)
+        self._clock, self._time = clock, DeviceTime(clock)
+
+    @property
+    def programs(self) -> ProgramCache[Buckets]:
+        """All executables."""
+        return self.device.cache
+
+    @property
+    def statistics(self) -> StreamingStatistics | None:
+        """Measurements of bringing layers to the devices; None if all are there."""
+        return self._passes.statistics
 
     @property
     def workspace_bytes(self) -> int:
         """Workspace of the largest program compiled so far, on each device."""
         return max((program.memory.workspace_bytes for program in self.programs), default=0)
 
-    def _in_turn[Result](self, result: Result) -> Result:
-        """Return the result; blocks until it is ready on platforms where two programs must not run at once."""
-        return result if self._overlaps else jax.block_until_ready(result)
+    def restart(self) -> None:
+        """Start over, as in `Executor`; programs and costs stay as they are."""
+        self._passes.restart()
+
+    def interrupt(self) -> None:
+        """End a wait for a disk, as in `Executor`."""
+        self._passes.interrupt()
 
     def _seconds(self, step: InFlightStep) -> float:
         """Return how long a step took whose results have just arrived, as `Costs` defines it."""
-        return self._device.end(step.launched).seconds
+        return self._time.end(step.launched).seconds
 
-    def restart(self) -> None:
-        """Start over, as in `Executor`; programs and costs stay as they are."""
 
-    def interrupt(self) -> None:
-        """End a wait for a disk, as in `Executor`; there is none here."""
+def send_to_host(outputs: Sequence[Any]) -> None:
+    """Begin to copy results to the host."""
+    for array in jax.tree.leaves(outputs):
+        array.copy_to_host_async()

@@ -1,112 +1,113 @@
-"""Runs a decoder's batches: owns its KV cache and everything else that stays on the device."""
+"""Runs a decoder's batches: packs them into commands, sends these to the devices, and reads the results."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import jax
-import numpy as np
 
-from jaxinfer.compiled import Clock, Program, ProgramSpec, Sizes
-from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
-from jaxinfer.generation.engine.buckets import Buckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.compiled import Bucket, Clock
+from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.protocols import InFlightStep
-from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.speculation import PassCosts
-from jaxinfer.generation.execution.base import BaseExecutor
-from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.base import BaseExecutor, DevicePrograms, Passes, send_to_host
+from jaxinfer.generation.execution.commands import Command
+from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.memory import who_has
-from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
-from jaxinfer.generation.execution.programs import decoder_programs, zeros
-from jaxinfer.generation.execution.programs.admit import Admit
-from jaxinfer.generation.execution.programs.copy_pages import CopyPages
-from jaxinfer.generation.execution.programs.decode import Decode
-from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
-from jaxinfer.generation.execution.programs.prefill import Chunks, Prefill
+from jaxinfer.generation.execution.packing import Packer
+from jaxinfer.generation.execution.programs.passes import Pass
+from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.execution.programs.verification import DecodeOutput
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
-from jaxinfer.generation.execution.state import DeviceState, Rows
-from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.models import LayerAdapters
 from jaxinfer.models.devices import available_bytes
-from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.pallas_kernels.choices import Call
 
 
+@dataclasses.dataclass
+class PassResult:
+    """The pending results of a pass.
+
+    Attributes:
+      name: the name of such a pass in the record of costs.
+      bucket: the sizes that it ran at.
+      chunks: its chunks, padding included.
+      output: its results, on the devices.
+    """
+
+    name: str
+    bucket: Bucket
+    chunks: int
+    output: PrefillOutput | DecodeOutput
+
+
+class DecoderPasses(Passes, Protocol):
+    """Sends a decoder's passes to its devices."""
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """Divide a batch into parts, of which each is one command, in order; the first has the rows."""
+        ...
+
+    def run(self, commands: list[Command], state: DecoderState) -> list[PassResult]:
+        """Send the passes of a step, one for each command; they change the state."""
+        ...
+
+
 class DecoderExecutor(BaseExecutor[Buckets]):
-    """The device side of an engine on a decoder; the whole model in every program.
+    """The device side of an engine on a decoder: a state, a packing, and passes.
 
     Args:
-      model: weights and config.
-      config: the engine's sizes.
-      buckets: the sizes that programs are compiled for.
-      num_pages: the size of the cache.
-      logits_processors: functions by name.
+      state: what is on the devices beside weights.
+      packer: makes commands of batches.
+      passes: sends passes to the devices.
+      programs: all programs.
       clock: the engine's clock.
       costs: the times of passes, in the record to which every step is added.
+
+    Attributes:
+      state: what is on the devices beside weights.
+      passes: sends passes to the devices.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
-        config: EngineConfig,
-        buckets: Buckets,
         *,
-        num_pages: int,
-        logits_processors: Mapping[str, LogitsProcessor],
+        state: DecoderState,
+        packer: Packer,
+        passes: DecoderPasses,
+        programs: DevicePrograms[Buckets],
         clock: Clock,
         costs: PassCosts,
     ):
-        self._layout = DeviceLayout.from_model(
-            model, config, num_pages=num_pages, processors=tuple(logits_processors.values())
-        )
-        super().__init__(model, config, self._specs(self._layout), clock, costs.all)
-        self._pass_costs = costs
-        self._packer = Packer(self._layout, buckets, logits_processors)
-        self._empty_state = self._zeros(self._layout.state)
-        self._state: DeviceState = self._empty_state()
+        super().__init__(programs, passes, state.layout.engine, clock, costs.all)
+        self.state, self.passes = state, passes
+        self._packer, self._pass_costs = packer, costs
         self._restarting = False  # whether `restart` has begun and not ended
-        self._adapters: list[LayerAdapters] | None = None
-        if config.max_adapters:
-            self._adapters = self._zeros(self._layout.adapters)()
-        self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
-
-    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-        """Return the specs of all programs."""
-        return decoder_programs(layout)
-
-    def _zeros(self, shapes: Any) -> Program:
-        """Compile the program that makes arrays of these shapes."""
-        return zeros.spec(shapes).compile(zeros.Zeros(), mesh=self._layout.mesh, store=self.store)
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it.
 
-        If this is interrupted, the next `launch` does it.
+        If this is interrupted, the next `run` does it.
         """
         self._restarting = True
-        self._give_up()
         super().restart()
-        for array in jax.tree.leaves(self._state):
-            array.delete()  # first: there is no room for two
-        self._state = self._empty_state()
+        self.state.restart()
         self._restarting = False
 
-    def _give_up(self) -> None:
-        """Abandon work in progress besides the state."""
-
-    def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
+    def compile_ahead(self, sequences: Iterable[TokenSequence] | None = None) -> int:
         """Compile every program that these sequences, or any (None), can need; returns how many were missing.
 
         Raises MemoryError if the largest leaves no room to run it.
         """
-        buckets = self._packer.buckets
+        buckets, layout = self._packer.buckets, self.state.layout
         if sequences is not None:
-            buckets = buckets.reachable(list(sequences), self._layout.engine, num_pages=self._layout.num_pages)
+            buckets = buckets.reachable(list(sequences), layout.engine, num_pages=layout.num_pages)
         missing = self.programs.compile_ahead(buckets)
-        if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._layout.mesh)):
+        if missing and (workspace := self.workspace_bytes) > (free := available_bytes(layout.mesh)):
             raise MemoryError(
                 f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
-                f"lower cache_bytes, max_batch or token_budget.\n{who_has(self._layout.mesh)}"
+                f"lower cache_bytes, max_batch or token_budget.\n{who_has(layout.mesh)}"
             )
         return missing
 
@@ -116,71 +117,54 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
+        commands = self.commands(batch)
+        launched = self._clock()
+        results = self.run(commands)
+        for part, result in zip(self.passes.split(batch), results, strict=True):
+            result.output = only_asked(part, result.output)
+        send_to_host([result.output for result in results])
+        return InFlightStep(batch, results, launched)
+
+    def commands(self, batch: Batch) -> list[Command]:
+        """Return what a batch has the devices do, in order; touches neither them nor the state."""
+        return [*self._packer.changes(batch), *map(self._packer.pass_through, self.passes.split(batch))]
+
+    def run(self, commands: Sequence[Command]) -> list[PassResult]:
+        """Send the commands of a step to the devices."""
         if self._restarting:
             self.restart()
-        for index, adapter in batch.adapter_uploads:  # steps in flight keep the arrays they were given
-            place, layers = self.programs.get(PlaceAdapter()), self._layout.adapter_layers(adapter)
-            self._adapters = place(self._adapters, np.int32(index - 1), layers)
-        if batch.copies:
-            source, target = self._packer.copies(batch.copies)
-            self._update(CopyPages(count=len(source)), source, target)
-        if batch.admissions:
-            slot, requests = self._packer.admissions(batch.admissions)
-            self._update(Admit(count=len(slot)), slot, requests)
-        launched = self._clock()
-        program, output = self._run(batch)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        return InFlightStep(batch, program, output, launched)
-
-    def _run(self, batch: Batch) -> tuple[Program, Any]:
-        """Send a batch's passes to the device; returns the program that ran, and the pending results asked for."""
-        program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
-        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
-        return program, only_asked(batch, output)
-
-    def _update(self, sizes: Sizes, *inputs: Any) -> None:
-        """Update the state by the program of these sizes."""
-        self._state = self.programs.get(sizes)(self._state, *inputs)
-
-    def _prefill(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
-        buckets = self._packer.buckets
-        count, size = round_up(len(batch.chunks), buckets.chunks), round_up(len(batch.rows), buckets.prefill_rows)
-        width = self._packer.page_table_width(batch)
-        program = self.programs.get(Prefill(chunks=count, batch=size, pages=width))
-        return program, self._inputs(batch, count, size, width)
-
-    def _inputs(self, batch: Batch, count: int, size: int, width: int) -> tuple[Chunks | None, Rows, Any]:
-        """Pack a batch's chunks (None for none), rows and bitmask, padded to `count` chunks and `size` rows."""
-        parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
-        chunks = self._packer.chunks(batch.chunks, count, width) if count else None
-        return chunks, self._packer.rows(batch.rows, size, width), self._bitmask(parts, count + size)
-
-    def _decode(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
-        width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens
-        size = round_up(len(batch.rows), self._packer.buckets.decode_rows)
-        rows, limits = self._packer.rows(batch.rows, size, width), self._packer.speculation_limits(batch.rows, size)
-        program = self.programs.get(Decode(batch=size, speculative=speculative, pages=width))
-        return program, (rows, self._bitmask(list(batch.rows), size), np.int32(batch.passes), limits)
-
-    def _bitmask(self, parts: list[Chunk | DecodeRow | None], count: int) -> Any:
-        """Return the tokens that each row may choose; kept on the device while all may choose any."""
-        bitmask = self._packer.bitmask(parts, count)
-        if bitmask is None:
-            if count not in self._all_tokens:
-                shape = self._layout.place(self._layout.bitmask(count))
-                self._all_tokens[count] = jax.device_put(np.full(shape.shape, ALL_TOKENS), shape.sharding)
-            return self._all_tokens[count]
-        return bitmask
+        passes = []
+        for command in commands:
+            if isinstance(command.sizes, Pass):
+                passes.append(command)
+            else:
+                self.state.change(command)
+        return self.passes.run(passes, self.state)
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step; returns its results."""
-        batch, program = step.batch, step.program
-        output = jax.device_get(step.output)
-        seconds = self._seconds(step)
-        if isinstance(program.sizes, Prefill):
-            self.costs.record(program.name, program.bucket, seconds)
-            return StepOutput(outputs=read_prefill(batch, output, padded_chunks=program.sizes.chunks))
-        plain, speculative = map(int, output.passes)
-        self._pass_costs.record(program.bucket, seconds, plain=plain, speculative=speculative)
-        return StepOutput(outputs=read_decode(batch, output))
+        results: list[PassResult] = step.output
+        self.passes.finish()
+        outputs = jax.device_get([result.output for result in results])
+        self._record(results[0], outputs[0], self._seconds(step))
+        chunks: list[SequenceOutput] = []
+        rows: list[SequenceOutput] = []
+        for part, result, output in zip(self.passes.split(step.batch), results, outputs, strict=True):
+            read = _read(part, output, result.chunks)
+            chunks += read[: len(part.chunks)]
+            rows += read[len(part.chunks) :]
+        return StepOutput(outputs=chunks + rows)
+
+    def _record(self, first: PassResult, output: PrefillOutput | DecodeOutput, seconds: float) -> None:
+        """Record how long a step took. output: of its first pass."""
+        if isinstance(output, DecodeOutput):
+            plain, speculative = map(int, output.passes)
+            self._pass_costs.record(first.bucket, seconds, plain=plain, speculative=speculative)
+        else:
+            self.costs.record(first.name, first.bucket, seconds)
+
+
+def _read(part: Batch, output: PrefillOutput | DecodeOutput, padded_chunks: int) -> list[SequenceOutput]:
+    if isinstance(output, DecodeOutput):
+        return read_decode(part, output)
+    return read_prefill(part, output, padded_chunks=padded_chunks)

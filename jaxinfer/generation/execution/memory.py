@@ -23,7 +23,7 @@ from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving.budget import Budget, Offer, Offers, Sizes, budget_of, host_budget
 from jaxinfer.streaming.config import LayerRange, Placement
 from jaxinfer.streaming.experts import IN_FLIGHT
-from jaxinfer.streaming.model import StreamedModel
+from jaxinfer.streaming.model import layer_ranges
 
 FRACTION = 0.9
 """Share of the free memory beside the weights that cache and workspace may take."""
@@ -75,7 +75,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: LoadedModel, config: EngineConfig, *, cache_bytes: int | None = None, device_memory: int | None = None
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    placement: Placement | None = None,
+    cache_bytes: int | None = None,
+    device_memory: int | None = None,
 ) -> MemoryPlan:
     """Divide the memory beside the weights between the cache and the programs' workspace.
 
@@ -83,12 +88,13 @@ def plan_memory(
     Unless that is a small part of the free memory, the largest programs are compiled to learn their workspace.
 
     Args:
+      placement: the place of each layer; None: all are on the devices.
       cache_bytes: bytes of the cache; None: as many as there is room for.
       device_memory: bytes that the model may take of each device, weights included; None: all that are free.
 
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
-    placement, shared = placement_of(model), shares_memory(model.platform)
+    shared = shares_memory(model.platform)
     tenants = weight_tenants(model, placement)
     weights, available = sum(tenants.values()), free_bytes(model, config)
     if device_memory is not None:
@@ -101,10 +107,9 @@ def plan_memory(
     max_chunks = None
     if cache_bytes is None and is_ample(model, device_memory, available, full * size + adapters):
         workspace = None
-    elif isinstance(model, StreamedModel):
-        max_chunks, workspace = _largest_slice(
-            layout, model.ranges, buckets, int(available * FRACTION) - adapters - size
-        )
+    elif placement is not None:
+        room = int(available * FRACTION) - adapters - size
+        max_chunks, workspace = _largest_slice(layout, layer_ranges(model, placement), buckets, room)
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
@@ -149,11 +154,6 @@ def read_adapter_bytes(config: SharedConfig) -> int:
 def who_has(mesh: Mesh | None) -> str:
     """List what is reserved of the devices' memory, a line each, for an error."""
     return "\n".join(map(str, dict.fromkeys(map(budget_of, devices_of(mesh)))))
-
-
-def placement_of(model: LoadedModel) -> Placement | None:
-    """Return where the model's layers are; None if all are on the devices."""
-    return model.placement if isinstance(model, StreamedModel) else None
 
 
 def buffer_bytes(placement: Placement | None) -> int:

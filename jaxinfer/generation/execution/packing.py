@@ -1,12 +1,19 @@
-"""Packs a batch, padded to its buckets, into arrays on the host: the arguments of programs."""
+"""Packs a batch, padded to its buckets, into arrays on the host: the inputs of commands."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow
-from jaxinfer.generation.engine.buckets import Buckets, round_up
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
+from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.programs.admit import Admit
+from jaxinfer.generation.execution.programs.copy_pages import CopyPages
+from jaxinfer.generation.execution.programs.embed import EncoderSizes
+from jaxinfer.generation.execution.programs.passes import Pass
+from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
@@ -14,8 +21,26 @@ from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampli
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
+class PassInputs(NamedTuple):
+    """The inputs of a decoder's pass, or of several over the same rows.
+
+    Attributes:
+      chunks: chunks of prompts; None: there are none.
+      rows: requests that decode.
+      bitmask: uint32 [M + B, V / 32], the tokens that may be chosen; None: all.
+      passes: int32 [], how many passes.
+      speculation_limits: int32 [B], how many speculative tokens each row may have in a pass.
+    """
+
+    chunks: Chunks | None
+    rows: Rows
+    bitmask: np.ndarray | None
+    passes: np.int32
+    speculation_limits: np.ndarray
+
+
 class Packer:
-    """Makes the arguments of a decoder's programs.
+    """Makes the commands of a decoder's batches.
 
     Args:
       layout: the shapes on the device.
@@ -26,6 +51,34 @@ class Packer:
     def __init__(self, layout: DeviceLayout, buckets: Buckets, processors: Iterable[str]):
         self.layout, self.buckets, self._processors = layout, buckets, tuple(processors)
         self._nowhere = layout.engine.max_batch  # a slot that no request has
+
+    def changes(self, batch: Batch) -> list[Command]:
+        """Return the commands that prepare the state for a batch: adapters come, pages are copied, slots are filled."""
+        commands = [
+            Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
+            for index, adapter in batch.adapter_uploads
+        ]
+        if batch.copies:
+            source, target = self.copies(batch.copies)
+            commands.append(Command(CopyPages(count=len(source)), (source, target)))
+        if batch.admissions:
+            slot, requests = self.admissions(batch.admissions)
+            commands.append(Command(Admit(count=len(slot)), (slot, requests)))
+        return commands
+
+    def pass_through(self, batch: Batch) -> Command:
+        """Return the command that sends chunks and rows through the model."""
+        count, width = round_up(len(batch.chunks), (0, *self.buckets.chunks)), self.page_table_width(batch)
+        size = round_up(len(batch.rows), self.buckets.prefill_rows if count else self.buckets.decode_rows)
+        parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
+        inputs = PassInputs(
+            self.chunks(batch.chunks, count, width) if count else None,
+            self.rows(batch.rows, size, width),
+            self.bitmask(parts, count + size),
+            np.int32(batch.passes),
+            self.speculation_limits(batch.rows, size),
+        )
+        return Command(Pass(chunks=count, batch=size, speculative=batch.num_speculative_tokens, pages=width), inputs)
 
     def copies(self, copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Pack source and target pages; padding copies to a page that does not exist."""
@@ -103,3 +156,14 @@ def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int) -> n
     for row, part in enumerate(parts):
         table[row, : len(part.pages)] = part.pages
     return table
+
+
+def pack_prompts(batch: Batch, buckets: EncoderBuckets) -> Command:
+    """Return the command that sends an encoder's prompts through it: tokens and positions, int32 [B, T]."""
+    sequences = batch.sequences
+    rows, width = round_up(len(sequences), buckets.rows), buckets.length(sequences[0])
+    tokens, positions = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
+    for row, sequence in enumerate(sequences):
+        length = sequence.num_prompt_tokens
+        tokens[row, :length], positions[row, :length] = sequence.token_ids, np.arange(length)
+    return Command(EncoderSizes(batch=rows, tokens=width), (tokens, positions))

@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.view import RequestView
+from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.pallas_kernels.dispatch import Operation
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
@@ -62,7 +63,7 @@ def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    engine = build_engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(llm.model, None, SMALL_CONFIG, EnginePlan(num_pages=SMALL_PAGES))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     prompts = prompts_of(40, 33)
     requests = [engine.prepare(p, params).sequences() for p in prompts]
@@ -85,7 +86,8 @@ def test_long_prompts_run_in_chunks(llm, logits_of):
 def test_times_are_the_clocks(llm):
     """A virtual clock, which ticks when it is asked, is the only time that an engine has."""
     ticks = itertools.count()
-    engine = build_engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES, clock=lambda: float(next(ticks)))
+    plan = EnginePlan(num_pages=SMALL_PAGES)
+    engine = build_engine(llm.model, None, SMALL_CONFIG, plan, clock=lambda: float(next(ticks)))
     (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()
     for _ in engine.run([[sequence]]):
         pass
@@ -321,7 +323,7 @@ def test_generation_ahead_compiles_all_it_needs(model_dir):
 def test_caches_are_written_in_place_and_costs_recorded(llm):
     llm.generate([[1, 2, 3]], GREEDY)
     executor = llm.engine.executor
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(executor._state))
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(executor.state.arrays))
     for name in ("prefill", "decode"):
         program = next(p for p in executor.programs if p.name == name)
         assert program.memory.alias_bytes == state_bytes

@@ -37,7 +37,7 @@ def test_leaves_and_caches_are_split(pair):
     leaves = llm.model.leaves
     for name, axis in (("layers.0.attention.qkv.weight", 0), ("layers.1.mlp.down.weight", 1), ("embed.table", 0)):
         assert leaves[name].addressable_shards[0].data.shape[axis] == leaves[name].shape[axis] // 4
-    caches = jax.tree.leaves(llm.engine.executor._state.caches)
+    caches = jax.tree.leaves(llm.engine.executor.state.arrays.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of four copies of two KV heads
 
 
@@ -64,11 +64,11 @@ def test_beams_prefixes_and_vectors(pair):
 def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
     alone, split = pair
     executor, params = split.engine.executor, SamplingParams(temperature=0, max_tokens=6)
-    before = [x.sharding for x in jax.tree.leaves(executor._state)]
+    before = [x.sharding for x in jax.tree.leaves(executor.state.arrays)]
 
     def launch(batch):
         monkeypatch.undo()
-        for array in jax.tree.leaves(executor._state):
+        for array in jax.tree.leaves(executor.state.arrays):
             array.delete()
         raise RuntimeError("injected")
 
@@ -76,7 +76,7 @@ def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
     (failed,) = split.generate(PROMPTS[:1], params)
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
     assert generate(split, params) == generate(alone, params)
-    assert [x.sharding for x in jax.tree.leaves(executor._state)] == before
+    assert [x.sharding for x in jax.tree.leaves(executor.state.arrays)] == before
 
 
 # What a pass exchanges

@@ -42,7 +42,7 @@ def stored(arrays):
 @pytest.mark.parametrize("mesh", [None, MeshConfig(tensor=2)], ids=str)
 def test_each_device_of_a_mesh_has_its_part(model_dir, mesh):
     with LLM(model_dir, mesh=mesh, **ONE) as llm:
-        caches = llm.engine.executor._state.caches
+        caches = llm.engine.executor.state.arrays.caches
         assert reserved(llm) == {"weights": stored(llm.model.leaves), "KV pages": stored(caches)}
 
 
@@ -54,7 +54,7 @@ def adapter(tmp_path):
 
 def test_adapters_are_on_the_devices_and_in_the_hosts_memory(model_dir, adapter):
     with LLM(model_dir, adapters={"a": adapter}, adapter_bytes=12345, **ONE) as llm:
-        assert reserved(llm)["adapters"] == stored(llm.engine.executor._adapters) + 12345
+        assert reserved(llm)["adapters"] == stored(llm.engine.executor.state.adapters) + 12345
         assert llm.engine.adapters.host_bytes == 12345
 
 
@@ -72,7 +72,7 @@ def test_programs_do_not_depend_on_what_is_free(model_dir, monkeypatch):
     for free in (3_000_000_000, 3_100_000_000):
         monkeypatch.setattr(Budget, "free", free)
         with LLM(model_dir, max_adapters=1, **ONE) as llm:
-            statics.append(llm.engine.executor._layout.static)
+            statics.append(llm.engine.executor.state.layout.static)
     assert statics[0] == statics[1]
 
 

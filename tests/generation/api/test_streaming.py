@@ -20,8 +20,10 @@ from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.generation.execution.chain import ChainExecutor, _Layers
+from jaxinfer.generation.execution.base import DevicePrograms
+from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainPasses, Layers
 from jaxinfer.generation.execution.decoder import DecoderExecutor
+from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.programs.chain import Layer
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.files.conversion import convert
@@ -30,6 +32,7 @@ from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving import ClosedError
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming.layer_folders import layer_folder
+from jaxinfer.streaming.model import layer_ranges
 from jaxinfer.streaming.prefetch import Prefetcher
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens
@@ -93,7 +96,7 @@ def test_beams_prefixes_and_vectors(pair):
 
 def test_one_fetch_of_a_layer_serves_all_sequences(pair):
     _, llm = pair
-    statistics = llm.engine.executor.prefetcher.statistics
+    statistics = llm.engine.executor.statistics
     statistics.clear()
     llm.generate([[1, 2, 3]] * 2, GREEDY)
     passes = 2 + 5  # a chunk each, and what follows together
@@ -115,14 +118,14 @@ def test_layers_that_stay_run_together(deep, weights):
     """Six layers, whose kinds alternate, of which those after layers 0 and 3 stay."""
     want = generate(LLM(deep, **ONE), GREEDY)
     llm = limited(deep, 4, weights=weights, prefetch=2)
-    assert [dataclasses.astuple(layers) for layers in llm.model.ranges] == [
+    assert [dataclasses.astuple(layers) for layers in layer_ranges(llm.model, llm.placement)] == [
         (0, 1, 0, True),
         (1, 2, 1, False),
         (3, 1, 1, True),
         (4, 2, 0, False),
     ]
     assert generate(llm, GREEDY) == want
-    llm.engine.executor.prefetcher.restart()
+    llm.engine.executor.passes.layers.prefetcher.restart()
 
 
 def limited(model, resident, **options):
@@ -156,7 +159,7 @@ def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, de
         leaf.bytes for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and leaf.shape in shapes
     )
     assert max(counted) - before <= (depth + 1) * matrices
-    llm.engine.executor.prefetcher.restart()
+    llm.engine.executor.passes.layers.prefetcher.restart()
 
 
 def test_buffers_are_not_filled_while_they_are_used(deep):
@@ -441,7 +444,15 @@ class Interrupts:
         sys.monitoring.free_tool_id(self.TOOL)
 
     def set_events(self, events):
-        for owner in (ChainExecutor, DecoderExecutor, _Layers, Prefetcher):
+        for owner in (
+            DecoderExecutor,
+            DecoderState,
+            ChainPasses,
+            ChainDecoderPasses,
+            DevicePrograms,
+            Layers,
+            Prefetcher,
+        ):
             for function in vars(owner).values():
                 if isinstance(function, types.FunctionType):
                     sys.monitoring.set_local_events(self.TOOL, function.__code__, events)
@@ -493,11 +504,11 @@ def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(deep, options, po
     for at in np.linspace(1, all_of_it.count, points, dtype=int):
         interrupted += run_until_interrupted(llm, Interrupts(at))
         restart(llm)
-        assert llm.engine.executor.prefetcher.live == 0
+        assert llm.engine.executor.passes.layers.prefetcher.live == 0
         assert generate(llm, GREEDY) == want, f"after instruction {at}"
     assert interrupted > points // 2  # a pass that need not wait for a layer has fewer instructions
     llm.engine.scheduler.check_integrity()
-    llm.engine.executor.prefetcher.restart()
+    llm.engine.executor.passes.layers.prefetcher.restart()
 
 
 @pytest.mark.slow
@@ -522,7 +533,7 @@ def test_a_restart_that_is_interrupted_is_done_again(deep):
     restart(llm)
     restart(llm)
     assert generate(llm, GREEDY) == want
-    llm.engine.executor.prefetcher.restart()
+    llm.engine.executor.passes.layers.prefetcher.restart()
 
 
 def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
@@ -544,7 +555,7 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
     while store.files.retries != len(calls) // 7:  # the next pass's first layers are on their way
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert llm.engine.executor.prefetcher.statistics.stalls
+    assert llm.engine.executor.statistics.stalls
 
 
 def hang(monkeypatch, llm):

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
@@ -165,6 +166,9 @@ def check_same(sequence, expected):
             np.testing.assert_allclose([*a.top.values()], [*b.top.values()], atol=1e-4)
 
 
+PLAN = EnginePlan(num_pages=SMALL_PAGES)
+
+
 @pytest.fixture(scope="module")
 def engines(model_dir):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
@@ -173,10 +177,10 @@ def engines(model_dir):
 
     def pair(config):
         made = {
-            overlap: build_engine(model, tokenizer, dataclasses.replace(config, overlap=overlap), num_pages=SMALL_PAGES)
+            overlap: build_engine(model, tokenizer, dataclasses.replace(config, overlap=overlap), PLAN)
             for overlap in (True, False)
         }
-        made[False].executor.programs = made[True].executor.programs
+        made[False].executor.device.cache = made[True].executor.programs
         return made
 
     return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative)}
@@ -185,8 +189,8 @@ def engines(model_dir):
 @pytest.fixture(scope="module")
 def alone(engines, model_dir):
     """Another engine without speculation, which need not compile its programs again."""
-    engine = build_engine(load_model(model_dir), Tokenizer.from_folder(model_dir), SMALL_CONFIG, num_pages=SMALL_PAGES)
-    engine.executor.programs = engines["plain"][True].executor.programs
+    engine = build_engine(load_model(model_dir), Tokenizer.from_folder(model_dir), SMALL_CONFIG, PLAN)
+    engine.executor.device.cache = engines["plain"][True].executor.programs
     return Alone(engine)
 
 

@@ -51,7 +51,7 @@ def assert_as_new(llm, expected):
 PHASES = {
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "launch": lambda engine: (engine.executor, "launch"),
-    "run": lambda engine: (engine.executor, "_run"),
+    "run": lambda engine: (engine.executor.passes, "run"),
     "collect": lambda engine: (engine.executor, "collect"),
     "process": lambda engine: (engine._outputs, "process"),
     "commit": lambda engine: (engine.scheduler, "commit"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.text import Tokenizer
@@ -39,7 +40,7 @@ def run(engine, prompts):
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
-    engine = build_engine(model, Tokenizer.from_folder(model_dir), config, num_pages=SMALL_PAGES)
+    engine = build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))
     expected = [sequence.token_ids for sequence in run(engine, PROMPTS)]
     overflowing = [OVERFLOWS] * 33
     beside, overflown = run(engine, [PROMPTS[0], overflowing])
@@ -47,6 +48,6 @@ def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype)
     assert (overflown.finish_reason, overflown.num_output_tokens) == (FinishReason.ERROR, 0)
     assert "No token can be chosen" in overflown.error
     run(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
-    left = [x for x in jax.tree.leaves(engine.executor._state.caches) if jnp.issubdtype(x.dtype, jnp.floating)]
+    left = [x for x in jax.tree.leaves(engine.executor.state.arrays.caches) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(np.isfinite(x).all() == (kv_dtype == "int8") for x in left)  # in int8 these are the scales
     assert [sequence.token_ids for sequence in run(engine, PROMPTS)] == expected

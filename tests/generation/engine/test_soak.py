@@ -13,6 +13,7 @@ import pytest
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.view import RequestView
+from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
@@ -61,7 +62,7 @@ def engine(model_dir, tmp_path):
         load_model(model_dir),
         Tokenizer.from_folder(model_dir),
         CONFIG,
-        num_pages=PAGES,
+        EnginePlan(num_pages=PAGES),
         logits_processors={"no d": without_d},
     )
     rng = np.random.default_rng(0)

@@ -80,7 +80,7 @@ def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
 
 def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(tight_llm):
     tight_llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
-    caches = tight_llm.engine.executor._state.caches
+    caches = tight_llm.engine.executor.state.arrays.caches
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == tight_llm.memory.cache == 6 * PAGE_BYTES
     assert 0 < tight_llm.engine.executor.workspace_bytes <= tight_llm.memory.workspace
 

@@ -190,8 +190,8 @@ def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
     names = ["all", None, "thin", "mlp"]
     for output, name in zip(generate(llm, names), names, strict=True):
         check(output, name)
-    assert llm.engine.executor._adapters is not None
-    stack = llm.engine.executor._adapters[0]
+    assert llm.engine.executor.state.adapters is not None
+    stack = llm.engine.executor.state.adapters[0]
     assert stack.qkv.b.addressable_shards[0].data.shape[0] == stack.qkv.b.shape[0] // 2
 
 

@@ -19,12 +19,12 @@ from jaxinfer.streaming.config import LayerRange
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """Return all programs of a decoder."""
-    return [*_state_programs(layout), prefill.spec(layout), decode.spec(layout)]
+    return [*state_programs(layout), prefill.spec(layout), decode.spec(layout)]
 
 
 def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
     """Return all programs of a decoder whose layers are streamed, and run in these ranges."""
-    return [*_state_programs(layout), *pass_programs(layout, ranges)]
+    return [*state_programs(layout), *pass_programs(layout, ranges)]
 
 
 def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
@@ -32,5 +32,6 @@ def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
     return [*chain.decoder_specs(layout, ranges), *experts.expert_specs(layout, ranges)]
 
 
-def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
+def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
+    """Return the programs that change a decoder's state between passes."""
     return [file.spec(layout) for file in (admit, copy_pages, place_adapter)]

@@ -19,6 +19,7 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.generation.execution.programs.embed import EncoderSizes, EncoderStatic
+from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
@@ -41,32 +42,6 @@ from jaxinfer.streaming.model import StreamedModel
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder, Encoder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pass(Sizes):
-    """Sizes that the programs of a pass share.
-
-    Attributes:
-      chunks: chunks of prompts; 0 in a decode step.
-      batch: decoding rows.
-      speculative: speculative tokens of each row.
-      pages: pages of a page table.
-    """
-
-    chunks: int
-    batch: int
-    speculative: int
-    pages: int
-
-    @classmethod
-    def for_pass(cls, sizes: "Pass") -> Self:
-        """Return a program's sizes in a pass of these sizes."""
-        return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
-
-    def tokens(self, chunk_size: int) -> int:
-        """Return the number of its tokens, padding included."""
-        return self.chunks * chunk_size + self.batch * (1 + self.speculative)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,8 +360,10 @@ def build_leave_encoder(static: EncoderStatic, sizes: EncoderLeave) -> Callable[
     return with_parts(static, None, leave_encoder)
 
 
-def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
-    """Return the specs of a batch's programs."""
+def encoder_specs(
+    model: StreamedModel, ranges: Collection[LayerRange]
+) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
+    """Return the specs of a batch's programs, for layers in these ranges."""
     config, leaves = model.transformer, list(model.leaves.values())
     static = EncoderStatic.from_model(model)
 
@@ -424,7 +401,7 @@ def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Any, Iterable[tuple[
             reachable=lambda shapes: (
                 EncoderLayer(batch=rows, tokens=length, kind=kind, layers=count)
                 for rows, length in shapes
-                for kind, count in _kinds(model.ranges)
+                for kind, count in _kinds(ranges)
             ),
         ),
         ProgramSpec(

@@ -18,14 +18,8 @@ from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
-from jaxinfer.generation.execution.programs.chain import (
-    Pass,
-    activations,
-    pass_options,
-    passes,
-    runs_experts,
-    with_parts,
-)
+from jaxinfer.generation.execution.programs.chain import activations, pass_options, passes, runs_experts, with_parts
+from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows
 from jaxinfer.models.config import MlpConfig, MoeConfig
 from jaxinfer.models.layers.forward_context import ForwardContext

@@ -1,0 +1,61 @@
+"""`DecoderState`: what a decoder keeps on its devices beside weights, and how it changes between passes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.base import DevicePrograms
+from jaxinfer.generation.execution.commands import Command
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.packing import ALL_TOKENS
+from jaxinfer.generation.execution.programs import place_adapter, zeros
+from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.models import LayerAdapters
+
+
+class DecoderState:
+    """Holds a decoder's KV cache, slots and adapters.
+
+    Args:
+      layout: their shapes.
+      programs: those of `programs.state_programs`, among others.
+
+    Attributes:
+      layout: the shapes of everything.
+      arrays: cache and slots.
+      adapters: the LoRA adapters on the devices; None: there is no room for any.
+    """
+
+    def __init__(self, layout: DeviceLayout, programs: DevicePrograms[Buckets]):
+        self.layout, self._programs = layout, programs
+        self._empty = programs.compile(zeros.spec(layout.state), zeros.Zeros())
+        self.arrays: DeviceState = self._empty()
+        self.adapters: list[LayerAdapters] | None = None
+        if layout.adapters is not None:
+            self.adapters = programs.compile(zeros.spec(layout.adapters), zeros.Zeros())()
+        self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
+
+    def restart(self) -> None:
+        """Make cache and slots empty; adapters stay."""
+        for array in jax.tree.leaves(self.arrays):
+            array.delete()  # first: there is no room for two
+        self.arrays = self._empty()
+
+    def change(self, command: Command) -> None:
+        """Send a command of a program that changes the state to the devices."""
+        program = self._programs.cache.get(command.sizes)
+        if isinstance(command.sizes, place_adapter.PlaceAdapter):  # steps in flight keep the arrays they were given
+            self.adapters = program(self.adapters, *command.inputs)
+        else:
+            self.arrays = program(self.arrays, *command.inputs)
+
+    def bitmask(self, packed: np.ndarray | None, rows: int) -> Any:
+        """Return the tokens that each of these rows may choose; kept on the devices while all may choose any (None)."""
+        if packed is not None:
+            return packed
+        if rows not in self._all_tokens:
+            shape = self.layout.place(self.layout.bitmask(rows))
+            self._all_tokens[rows] = jax.device_put(np.full(shape.shape, ALL_TOKENS), shape.sharding)
+        return self._all_tokens[rows]

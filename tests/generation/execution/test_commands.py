@@ -1,0 +1,54 @@
+"""What a step has the devices do is decided on the host, and any executor of the same model can do it."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams, StructuredOutputsParams
+from jaxinfer.generation.engine.protocols import InFlightStep
+from jaxinfer.generation.execution.programs.admit import Admit
+from jaxinfer.generation.execution.programs.copy_pages import CopyPages
+from jaxinfer.generation.execution.programs.passes import Pass
+from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
+from tests.generation.sampled import SIZES
+from tests.peft import random_pair, save_adapter
+from tests.tiny import CONFIG
+
+PROMPTS = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9], [5] * 9]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logit_bias=dict.fromkeys((5, 6, 7, 8, 9), 6.0)),
+    SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=6, adapter="a"),
+    SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}[0-9]+"), max_tokens=8),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"weights": "host", "num_speculative_tokens": 3}, marks=pytest.mark.slow)], ids=str
+)
+def test_commands_of_one_executor_run_on_another(model_dir, tmp_path, monkeypatch, options):
+    pair = random_pair(CONFIG.embed, CONFIG.embed, 3, np.random.default_rng(0))
+    adapters = {"a": save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": pair})}
+    first, second = (LLM(model_dir, adapters=adapters, **SIZES, **options) for _ in range(2))
+    executor, other = first.engine.executor, second.engine.executor
+    run, collect, recorded = executor.run, executor.collect, []
+
+    def recording(commands):
+        recorded.append(commands)
+        return run(commands)
+
+    def comparing(step):
+        """Run the step's commands on the other executor."""
+        output, commands = collect(step), recorded.pop(0)
+        assert not any(isinstance(x, jax.Array) for command in commands for x in jax.tree.leaves(command.inputs))
+        kinds.update(type(command.sizes) for command in commands)
+        again = other.collect(InFlightStep(step.batch, other.run(commands), launched=0.0))
+        tokens.extend(one.token_ids for one in output.outputs)
+        assert [one.token_ids for one in again.outputs] == [one.token_ids for one in output.outputs]
+        return output
+
+    kinds, tokens = set(), []
+    monkeypatch.setattr(executor, "run", recording)
+    monkeypatch.setattr(executor, "collect", comparing)
+    outputs = first.generate(PROMPTS, PARAMS)
+    assert kinds == {Admit, CopyPages, PlaceAdapter, Pass}
+    assert sum(map(len, tokens)) == sum(len(c.token_ids) for output in outputs for c in output.outputs)
