@@ -138,11 +138,19 @@ class Allocator:
             copy=taken.copy,
         )
 
+    def count_cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence are in full cached pages that it could share."""
+        if not self._reuses(sequence):
+            return 0
+        return self.pages.count_cached_tokens(_root(sequence), sequence.token_ids[:-1])
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        return self.config.prefix_caching and not _needs_every_token(sequence)
+
     def _take_pages(self, sequence: Sequence, spare: int) -> _Pages | None:
         """Take pages for all known tokens, shared or copied where cached; None if the sequence has to wait."""
         pages, size = self.pages, self.pages.page_size
-        reuse = self.config.prefix_caching and not _needs_every_token(sequence)
-        match = pages.match(("root", sequence.params.adapter), sequence.token_ids[:-1] if reuse else [])
+        match = pages.match(_root(sequence), sequence.token_ids[:-1] if self._reuses(sequence) else [])
         if match.num_copied_tokens and match.copy_from in self._written:  # a copy must wait until its source is written
             pages.release([*match.pages, match.copy_from])
             return None
@@ -240,6 +248,11 @@ class Allocator:
         assert sorted(slots) == list(range(self.config.max_batch)), f"slots lost or doubled: {sorted(slots)}"
         if self.adapters is not None:
             self.adapters.check_integrity()
+
+
+def _root(sequence: Sequence) -> Hashable:
+    """Return all that sequences must have in common, beside tokens, to share pages."""
+    return "root", sequence.params.adapter
 
 
 def _needs_every_token(sequence: Sequence) -> bool:

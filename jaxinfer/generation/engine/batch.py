@@ -1,9 +1,9 @@
 """Inputs and results of the device: `Batch`, everything about a step, and `StepOutput`, plain values."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -101,6 +101,7 @@ class Batch:
       passes: passes through the model; 1 if there are chunks.
       num_speculative_tokens: how many speculative tokens a row may have in a pass.
       failures: sequences that the step leaves out because they cannot run.
+      joined: the steps of several lanes that this one joins, in their order; none: it is one lane's.
     """
 
     admissions: tuple[Admission, ...] = ()
@@ -110,6 +111,28 @@ class Batch:
     passes: int = 1
     num_speculative_tokens: int = 0
     failures: tuple[Failure, ...] = ()
+    joined: tuple["Batch", ...] = ()
+
+    @classmethod
+    def of_lanes(cls, lanes: Iterable[Self]) -> Self:
+        """Join the steps of several lanes, which have equally many passes unless they have no rows."""
+        lanes = tuple(lanes)
+
+        def join(field: str) -> tuple[Any, ...]:
+            return tuple(part for lane in lanes for part in getattr(lane, field))
+
+        joined = {field: join(field) for field in ("admissions", "adapter_uploads", "chunks", "rows", "failures")}
+        return cls(
+            **joined,
+            passes=max((lane.passes for lane in lanes if lane.rows), default=1),
+            num_speculative_tokens=max(lane.num_speculative_tokens for lane in lanes),
+            joined=lanes,
+        )
+
+    @property
+    def lanes(self) -> tuple["Batch", ...]:
+        """The step of each lane, in their order."""
+        return self.joined or (self,)
 
     def __bool__(self) -> bool:
         """Return whether there is anything to run."""
@@ -117,7 +140,7 @@ class Batch:
 
     @property
     def copies(self) -> list[tuple[int, int]]:
-        """(source, target) pages to copy before anything is written."""
+        """(source, target) pages of a lane to copy before anything is written."""
         return [admission.copy for admission in self.admissions if admission.copy is not None]
 
     @property
@@ -132,11 +155,12 @@ class Batch:
 
     def growth(self) -> Iterator[tuple[Sequence, int, int]]:
         """Yield the fewest and the most tokens that each sequence gets, unless something ends it."""
-        for chunk in self.chunks:
-            if chunk.last:
-                yield chunk.sequence, 1, 1
-        for row in self.rows:
-            yield row.sequence, self.passes, self.passes * (1 + self.num_speculative_tokens)
+        for lane in self.lanes:
+            for chunk in lane.chunks:
+                if chunk.last:
+                    yield chunk.sequence, 1, 1
+            for row in lane.rows:
+                yield row.sequence, lane.passes, lane.passes * (1 + lane.num_speculative_tokens)
 
 
 class SequenceOutput(NamedTuple):

@@ -97,12 +97,8 @@ class PagePool:
 
     def match(self, root: Hashable, tokens: Sequence[int]) -> Match:
         """Return the longest cached prefix of `tokens`."""
-        size, parent, pages = self.page_size, root, []
-        while node := self._children[parent].get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
-            if len(node.tokens) < size:
-                break
-            pages.append(node.page)
-            parent = node
+        size, nodes = self.page_size, self._full_nodes(root, tokens)
+        parent, pages = nodes[-1] if nodes else root, [node.page for node in nodes]
         rest = tuple(tokens[len(pages) * size :][:size])
         newest = itertools.islice(reversed(self._children[parent].values()), MAX_COMPARED)
         closest = max(newest, key=lambda node: _common(node.tokens, rest), default=None)
@@ -112,6 +108,21 @@ class PagePool:
         if not self._children[parent]:
             del self._children[parent]
         return match
+
+    def count_cached_tokens(self, root: Hashable, tokens: Sequence[int]) -> int:
+        """Return how many leading `tokens` full pages have; references and the order of use stay as they are."""
+        return len(self._full_nodes(root, tokens)) * self.page_size
+
+    def _full_nodes(self, root: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Return the full pages along the tokens."""
+        size, parent, nodes = self.page_size, root, []
+        while parent in self._children:
+            node = self._children[parent].get(tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size]))
+            if node is None or len(node.tokens) < size:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
 
     def insert(self, parent: Hashable, tokens: Sequence[int], page: int) -> Hashable:
         """Insert a referenced page into the tree; it holds the keys and values of `tokens`, which follow the parent's.

@@ -1,8 +1,9 @@
 """The scheduler of a decoder: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
+import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sized
+from collections.abc import Collection, Iterator, Sized
 
 import numpy as np
 
@@ -52,6 +53,14 @@ class DecoderScheduler:
 
     The first in order always runs, since any sequence fits into the cache alone; and only a bounded number of later
     requests precede one with a higher priority number. So none waits for ever.
+
+    Args:
+      config: the engine's sizes.
+      buckets: the sizes that programs are compiled for.
+      pages: the pages of the cache.
+      adapters: the adapters on the device; None: there is no room for any.
+      costs: the times of passes.
+      arrivals: numbers of arrivals, which lanes share; None: it counts for itself.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class DecoderScheduler:
         adapters: AdapterCache | None = None,
         *,
         costs: PassCosts,
+        arrivals: Iterator[int] | None = None,
     ):
         self.config, self.pages = config, pages
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
@@ -71,7 +81,7 @@ class DecoderScheduler:
         self._allocator = Allocator(config, pages, adapters)
         self._allocations: dict[Sequence, Allocation] = {}  # of all unfinished sequences
         self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same allocations by request
-        self._arrivals = itertools.count()
+        self._arrivals = itertools.count() if arrivals is None else arrivals
         self._costs = costs
 
     def check(self, request: Request) -> None:
@@ -92,9 +102,13 @@ class DecoderScheduler:
             order=queue_order(self._arrivals, sequence),
             speculation=SpeculationControl(speculative) if speculative else None,
         )
+        self._enter(allocation)
+        self._allocator.prefetch(sequence)
+
+    def _enter(self, allocation: Allocation) -> None:
+        sequence = allocation.sequence
         self._allocations[sequence] = allocation
         self._requests.setdefault(sequence.request_id, {})[sequence] = allocation
-        self._allocator.prefetch(sequence)
         self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
@@ -111,6 +125,49 @@ class DecoderScheduler:
         """The completions and pages that it holds; in any thread."""
         used = self.pages.count - self.pages.free
         return SchedulerStats(len(self.running), len(self.waiting), self.preemptions, used, self.pages.count)
+
+    # Among lanes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots are taken."""
+        return not self._allocator.free_slots
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is a free slot, and none waits for it."""
+        return not self.is_full and not len(self.waiting)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether a sequence waits of which no step is in flight."""
+        return (first := self.waiting.first) is not None and not first.max_in_flight
+
+    def hand_over(self, other: "DecoderScheduler") -> None:
+        """Move the first sequence that waits to another lane, where it keeps its place in the order."""
+        allocation = self.waiting.first
+        assert allocation is not None
+        other._enter(allocation)  # first: an interrupt must not lose it
+        self._remove(allocation)
+
+    def cached_share(self, sequence: Sequence) -> float:
+        """Return the share of a sequence's tokens that full cached pages have, from 0 to 1."""
+        return self._allocator.count_cached_tokens(sequence) / max(len(sequence.token_ids), 1)
+
+    def shorten(self, batch: Batch, passes: int, *, speculates: bool) -> Batch:
+        """Return a step that was scheduled last with fewer passes; rows keep the pages that they got for more.
+
+        speculates: whether passes may have speculative tokens.
+        """
+        if not batch.rows or (batch.passes == passes and (speculates or not batch.num_speculative_tokens)):
+            return batch
+        rows, speculative = batch.rows, batch.num_speculative_tokens
+        if not speculates:
+            rows, speculative = tuple(row._replace(num_speculative_tokens=0) for row in rows), 0
+        shorter = dataclasses.replace(batch, rows=rows, passes=passes, num_speculative_tokens=speculative)
+        self._count_in_flight(batch, -1)
+        self._count_in_flight(shorter, 1)
+        return shorter
 
     # A step
 
@@ -313,12 +370,14 @@ class DecoderScheduler:
         """All sequences that have not left, in no particular order."""
         return list(self._allocations)
 
-    def restart(self) -> None:
+    def restart(self, *, without: Collection[Sequence] = ()) -> None:
         """Start over, whatever state the records are in: all unfinished sequences wait, and no page is cached.
 
         Reads only which sequences there are and their order: an interrupt may have come anywhere.
+
+        without: sequences that another lane has.
         """
-        allocations = {s: allocation for s, allocation in self._allocations.items() if not s.finished}
+        allocations = {s: a for s, a in self._allocations.items() if not s.finished and s not in without}
         waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         requests: dict[str, dict[Sequence, Allocation]] = {}
         for sequence, allocation in allocations.items():
