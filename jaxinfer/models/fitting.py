@@ -6,13 +6,21 @@ before loading and to indices while reading, so that layers and programs know no
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.checkpoints import Leaf
-from jaxinfer.models.config import AttentionConfig, DecoderConfig, ModelConfig, TransformerConfig, VisionConfig
+from jaxinfer.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    MlpConfig,
+    ModelConfig,
+    TransformerConfig,
+    VisionConfig,
+)
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
@@ -21,7 +29,7 @@ from jaxinfer.sharding import ShardingRules
 TOKENS_PER_WORD = 32
 """Tokens in a word of a bitmask of the vocabulary, whose words are divided too."""
 
-SPLIT = ("heads", "mlp", "vocab")
+SPLIT = ("heads", "mlp", "expert_mlp", "vocab")
 """The logical axes that are fitted; a leaf has at most one of them."""
 
 Take = np.ndarray
@@ -35,8 +43,9 @@ class Fitting:
     Attributes:
       original: the config of the stored model.
       config: the fitted one.
-      takes: by linear, norm of heads or embedding ("qkv", "out", "q_norm", "k_norm", "gate_up", "down", "embed",
-        "head"), what its split dimension takes; none for what stays as it is.
+      takes: what split dimensions take, none for those that stay as they are: of linears and norms of attention,
+        equal in all layers, and of embeddings by the last part of their names ("qkv", "out", "q_norm", "k_norm",
+        "embed", "head"), of MLPs by their whole names ("layers.0.mlp.experts.down").
     """
 
     original: ModelConfig
@@ -45,42 +54,49 @@ class Fitting:
 
     def of_leaf(self, name: str, stored: Leaf) -> tuple[Take | None, ...]:
         """Return the take of each dimension of a stored leaf; None: all. Raises ValueError if int4 groups are split."""
-        part = name.split(".")[-2]
-        if (take := self.takes.get(part)) is None:
+        linear = name.rpartition(".")[0]
+        if (take := self._take(linear)) is None:
             return (None,) * len(stored.shape)
-        size = self.stored_size(part)
+        size = self.stored_size(linear)
         return tuple(
             _in_groups(name, take, size, stored.shape[dim]) if axis in SPLIT else None
             for dim, axis in enumerate(stored.axes)
         )
 
-    def take(self, part: str, array: np.ndarray, dim: int) -> np.ndarray:
+    def _take(self, linear: str) -> Take | None:
+        return self.takes.get(linear, self.takes.get(linear.rpartition(".")[2]))
+
+    def take(self, linear: str, array: np.ndarray, dim: int) -> np.ndarray:
         """Return the fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
-        take = self.takes.get(part)
-        if take is None:
+        if (take := self._take(linear)) is None:
             return array
         shape = [1] * array.ndim
         shape[dim] = -1
         return np.take(array, np.maximum(take, 0), axis=dim) * (take >= 0).reshape(shape).astype(array.dtype)
 
-    def size(self, part: str) -> int:
+    def size(self, linear: str) -> int:
         """Return the size of the dimension of a linear or embedding that can be split."""
-        take = self.takes.get(part)
-        return self.stored_size(part) if take is None else len(take)
+        take = self._take(linear)
+        return self.stored_size(linear) if take is None else len(take)
 
-    def stored_size(self, part: str) -> int:
+    def stored_size(self, linear: str) -> int:
         """Return the size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
         assert not isinstance(config, VisionConfig)
         attention = config.attention
-        return {
-            "qkv": attention.kv_heads * (attention.group + 2) * attention.head_dim,
-            "out": attention.q_heads * attention.head_dim,
-            "q_norm": attention.q_heads * attention.head_dim,
-            "k_norm": attention.kv_heads * attention.head_dim,
-            "gate_up": config.mlp.hidden * (2 if config.mlp.gated else 1),
-            "down": config.mlp.hidden,
-        }.get(part, config.vocab)
+        match linear.split("."):
+            case "layers", layer, "mlp", *within, part:
+                mlp = config.mlp_in(int(layer))
+                mlp = mlp.shared if within == ["shared"] else mlp
+                assert mlp is not None
+                return mlp.hidden * (2 if part == "gate_up" and mlp.gated else 1)
+            case *_, "qkv":
+                return attention.kv_heads * (attention.group + 2) * attention.head_dim
+            case *_, "out" | "q_norm":
+                return attention.q_heads * attention.head_dim
+            case *_, "k_norm":
+                return attention.kv_heads * attention.head_dim
+        return config.vocab
 
 
 def fit(
@@ -103,12 +119,10 @@ def fit(
         raise ValueError(
             f"mesh {_shape_text(mesh)}: a model of images ({kind_of(config)}) runs on one device; give it no mesh."
         )
-    if isinstance(config, DecoderConfig) and config.moe_layers and mesh is not None and mesh.size > 1:
-        raise ValueError(
-            f"mesh {_shape_text(mesh)}: a mixture of experts is not implemented on several devices; give it no mesh."
-        )
     if mesh is None or isinstance(config, VisionConfig):
         return Fitting(original=config, config=config)
+    if isinstance(config, DecoderConfig):
+        _check_experts(config, mesh, rules)
     ways = {axis: rules.ways(mesh, axis) for axis in SPLIT}
     try:
         return _fit(config, weights, ways, stored=stored)
@@ -122,6 +136,21 @@ def fit(
         raise
 
 
+def _check_experts(config: DecoderConfig, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> None:
+    """Raise ValueError unless the experts of every layer divide over the devices: none is padded."""
+    ways = rules.ways(mesh, "experts")
+    for layer in config.moe_layers:
+        moe = config.mlp_in(layer).moe
+        if moe is not None and (experts := moe.router.experts) % ways:
+            over = " x ".join(name for name in rules.mesh_axes("experts") if mesh.shape.get(name, 1) > 1)
+            nearest = next(n for n in range(min(ways, experts), 0, -1) if experts % n == 0)
+            raise ValueError(
+                f"mesh {_shape_text(mesh)}: the {experts} experts of layer {layer} do not divide over {over} = {ways} "
+                f"devices. The nearest that works is {nearest}; or keep all experts on every device by "
+                "ShardingRules(experts=None)."
+            )
+
+
 def _shape_text(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
 
@@ -133,26 +162,55 @@ def _fit(
     attention, heads = _fit_heads(config.attention, ways["heads"], weights)
     if heads is not None:
         takes |= heads
-    hidden = _fit_width(config.mlp.hidden, ways["mlp"], weights)
-    if hidden != config.mlp.hidden:
-        takes["down"] = _padded(config.mlp.hidden, hidden)
-        factor = 2 if config.mlp.gated else 1
-        takes["gate_up"] = _padded(factor * config.mlp.hidden, factor * hidden)
+    takes |= _fit_mlps(config, ways, weights)
     vocab = config.vocab if ways["vocab"] == 1 else _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
     if vocab != config.vocab:
         takes["embed"] = takes["head"] = _padded(config.vocab, vocab)
     fitted = dataclasses.replace(
         config,
         attention=attention,
-        mlp=dataclasses.replace(config.mlp, hidden=hidden),
+        mlp=_fit_mlp(config.mlp, ways, weights),
         padded_vocab=None if vocab == config.vocab else vocab,
     )
+    if isinstance(config, DecoderConfig):
+        assert isinstance(fitted, DecoderConfig)
+        mlps = tuple(_fit_mlp(mlp, ways, weights) for mlp in config.layer_mlps)
+        fitted = dataclasses.replace(fitted, layer_mlps=mlps)
     fitting = Fitting(original=config, config=fitted, takes=takes)
     if stored == "int4":
-        for part in takes.keys() & {"out", "down"}:
-            if weights.of_matrix(size := fitting.stored_size(part)) == "int4":
-                _in_groups(part, takes[part], size, size // GROUP)
+        for linear, take in takes.items():
+            grouped = linear.rpartition(".")[2] in ("out", "down")
+            if grouped and weights.of_matrix(size := fitting.stored_size(linear)) == "int4":
+                _in_groups(linear, take, size, size // GROUP)
     return fitting
+
+
+def _fit_mlp(mlp: MlpConfig, ways: Mapping[str, int], weights: WeightFormat) -> MlpConfig:
+    """Return an MLP, or a mixture of experts, whose widths divide."""
+    if mlp.moe is None:
+        return dataclasses.replace(mlp, hidden=_fit_width(mlp.hidden, ways["mlp"], weights))
+    moe, hidden = mlp.moe, _fit_width(mlp.hidden, ways["expert_mlp"], weights)
+    if moe.shared_hidden is not None:
+        moe = dataclasses.replace(moe, shared_hidden=_fit_width(moe.shared_hidden, ways["mlp"], weights))
+    return dataclasses.replace(mlp, hidden=hidden, moe=moe)
+
+
+def _fit_mlps(config: TransformerConfig, ways: Mapping[str, int], weights: WeightFormat) -> dict[str, Take]:
+    """Return what the matrices of MLPs take that are not as wide as their layer's MLP is stored."""
+    takes = dict[str, Take]()
+    shared = functools.cache(_padded)  # by layers that are alike
+    for layer in range(config.layers):
+        stored = config.mlp_in(layer)
+        fitted, name = _fit_mlp(stored, ways, weights), f"layers.{layer}.mlp"
+        pairs = {name if stored.moe is None else f"{name}.experts": (stored, fitted)}
+        if stored.shared is not None and fitted.shared is not None:
+            pairs[f"{name}.shared"] = stored.shared, fitted.shared
+        for linear, (old, new) in pairs.items():
+            if old.hidden != new.hidden:
+                factor = 2 if old.gated else 1
+                takes[f"{linear}.gate_up"] = shared(factor * old.hidden, factor * new.hidden)
+                takes[f"{linear}.down"] = shared(old.hidden, new.hidden)
+    return takes
 
 
 def _fit_heads(

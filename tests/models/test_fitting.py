@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.config import AttentionConfig
+from jaxinfer.models.config import AttentionConfig, MoeConfig, RouterConfig
 from jaxinfer.models.fitting import fit
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.tiny import CONFIG
@@ -51,8 +51,12 @@ def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor
     assert new.kv_heads % tensor == 0
     width, new_width = old.group + 2, new.group + 2
     # Number every row of qkv by its head, and follow each query head to its key and value.
-    rows = fitting.take("qkv", np.arange(1, kv_heads * width + 1).repeat(8), 0)[::8].reshape(new.kv_heads, new_width)
-    outs = fitting.take("out", np.arange(1, old.q_heads + 1).repeat(8), 0)[::8].reshape(new.kv_heads, new.group)
+    rows = fitting.take("layers.0.attention.qkv", np.arange(1, kv_heads * width + 1).repeat(8), 0)[::8].reshape(
+        new.kv_heads, new_width
+    )
+    outs = fitting.take("layers.1.attention.out", np.arange(1, old.q_heads + 1).repeat(8), 0)[::8].reshape(
+        new.kv_heads, new.group
+    )
     seen = []
     for head in range(new.kv_heads):
         for index, query in enumerate(outs[head]):
@@ -76,9 +80,39 @@ def test_hidden_width_and_vocabulary_are_padded():
     config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=50))
     fitting = fitted(config, 4)
     assert (fitting.config.mlp.hidden, fitting.config.vocab, fitting.config.vocab_rows) == (52, 257, 384)
-    assert list(fitting.take("gate_up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
-    assert list(fitting.take("down", np.ones(50), 0)) == [1] * 50 + [0] * 2
+    assert list(fitting.take("layers.0.mlp.gate_up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
+    assert list(fitting.take("layers.0.mlp.down", np.ones(50), 0)) == [1] * 50 + [0] * 2
     assert fitting.take("head", np.ones((257, 2)), 0).sum() == 514
+
+
+MOE = MoeConfig(router=RouterConfig(experts=6, experts_per_token=2), shared_hidden=10)
+MIXED = dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, dataclasses.replace(CONFIG.mlp, hidden=7, moe=MOE)))
+
+
+def test_experts_shared_and_dense_mlps_are_padded_each_for_itself():
+    mesh = MeshConfig(data=3, expert=2, tensor=2).abstract()
+    fitting = fit(MIXED, FLOAT, mesh, ShardingRules())
+    dense, mixture = (fitting.config.mlp_in(layer) for layer in (0, 1))
+    assert (dense.hidden, mixture.hidden, mixture.moe.shared_hidden) == (CONFIG.mlp.hidden, 8, 12)
+    assert mixture.moe.router == MOE.router
+    down = Leaf((6, 32, 7), "float32", ("experts", "embed", "expert_mlp"))
+    *whole, take = fitting.of_leaf("layers.1.mlp.experts.down.weight", down)
+    assert (whole, list(take)) == ([None, None], [*range(7), -1])
+    *whole, take = fitting.of_leaf("layers.1.mlp.experts.down.weight@5", down.part)  # one expert
+    assert (whole, list(take)) == ([None], [*range(7), -1])
+    assert len(fitting.take("layers.1.mlp.shared.gate_up", np.ones(20), 0)) == 24
+    assert len(fitting.take("layers.0.mlp.gate_up", np.ones(5), 0)) == 5  # it divides
+    assert fitting.size("layers.1.mlp.experts.gate_up") == 16
+
+
+def test_experts_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ValueError, match="mesh data=2, expert=2: the 6 experts of layer 1 do not divide over data x"
+    ) as e:
+        fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), ShardingRules())
+    assert "data x expert = 4 devices. The nearest that works is 3; or keep all" in str(e.value)
+    rules = ShardingRules(experts=None)
+    assert fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), rules).config.mlp_in(1).moe.router == MOE.router
 
 
 def test_rules_say_what_is_split():

@@ -217,7 +217,7 @@ class DeviceLayout:
         def stack(layer: int, field: str, name: str) -> LowRankStack:
             (rank, inputs), (outputs, _) = shapes[f"layers.{layer}.{name}"]
             out_axis, in_axis = ADAPTER_AXES[field]
-            fitted = self._fitting.size(name.split(".")[1])
+            fitted = self._fitting.size(f"layers.{layer}.{name}")
             inputs, outputs = fitted if in_axis else inputs, fitted if out_axis else outputs
             count, dtype = self.engine.max_adapters, self.weights.dtype
             a = self.place(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
@@ -251,11 +251,12 @@ class DeviceLayout:
         assert self.adapters is not None
 
         def pair(layer: int, field: str, stack: LowRankStack) -> LowRankStack:
-            matrices = adapter and adapter.layers.get(f"layers.{layer}.{LINEARS[field]}")
+            linear = f"layers.{layer}.{LINEARS[field]}"
+            matrices = adapter and adapter.layers.get(linear)
             if matrices:
-                (out_axis, in_axis), part = ADAPTER_AXES[field], LINEARS[field].split(".")[1]
-                a = self._fitting.take(part, matrices.a, 1) if in_axis else matrices.a
-                b = self._fitting.take(part, matrices.b, 0) if out_axis else matrices.b
+                out_axis, in_axis = ADAPTER_AXES[field]
+                a = self._fitting.take(linear, matrices.a, 1) if in_axis else matrices.a
+                b = self._fitting.take(linear, matrices.b, 0) if out_axis else matrices.b
                 return LowRankStack(a, b)  # type: ignore[arg-type]  # numpy until it is sent
             (_, rank, inputs), (outputs, _, _) = stack.a.shape, stack.b.shape
             zeros = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
