@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig,
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
+from jaxinfer.generation.engine.lanes import LaneScheduler
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
@@ -71,11 +73,10 @@ def build_engine(
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, adapters = check_processors(logits_processors), None
-    if model.mesh is not None and model.mesh.shape.get("data", 1) > 1:
-        raise ValueError("MeshConfig.data: lanes are not implemented yet; set data = 1.")
+    lanes = count_lanes(model)
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
-        shapes = EncoderBuckets.from_config(config)
+        shapes = EncoderBuckets.from_config(config, lanes)
         scheduler, executor = EncoderScheduler(config, shapes), _encoder_executor(model, config, shapes, plan, clock)
     else:
         assert isinstance(config, EngineConfig)
@@ -87,8 +88,14 @@ def build_engine(
         buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
         buckets = streamed_buckets(buckets) if streamed else buckets
         costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed)
-        pages = PagePool(plan.num_pages, config.page_size)
-        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=costs)
+        arrivals = itertools.count()
+        schedulers = [
+            DecoderScheduler(
+                config, buckets, PagePool(plan.num_pages, config.page_size), adapters, costs=costs, arrivals=arrivals
+            )
+            for _ in range(lanes)
+        ]
+        scheduler = LaneScheduler(schedulers) if lanes > 1 else schedulers[0]
         buckets = sliced_buckets(buckets, plan.max_chunks)
         executor = _decoder_executor(model, config, buckets, plan, costs, processors, clock)
     inputs = InputProcessor(
@@ -147,6 +154,11 @@ def _encoder_executor(
     return EncoderExecutor(
         config=config, buckets=buckets, passes=passes, programs=programs, clock=clock, costs=plan.costs
     )
+
+
+def count_lanes(opened: OpenedModel) -> int:
+    """Return how many lanes a model's mesh has."""
+    return 1 if opened.mesh is None else opened.rules.ways(opened.mesh, "batch")
 
 
 def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:
@@ -210,6 +222,11 @@ def place_model[Config: SharedConfig](
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
     _check_expert_load(opened, config)
+    if memory.weights != "device" and (lanes := count_lanes(opened)) > 1:
+        raise ValueError(
+            f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={lanes}: leave it "
+            "'device', or use data = 1."
+        )
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         with _reserved(reservation, opened, None):

@@ -82,8 +82,10 @@ class Buckets:
         sizes = {f.name: getattr(self, f.name)[-1:] for f in dataclasses.fields(self) if f.name != "max_padding"}
         return dataclasses.replace(self, **sizes)
 
-    def reachable(self, sequences: Sizes[Sequence], config: EngineConfig, *, num_pages: int) -> "Buckets":
-        """Return the buckets that may be needed while these sequences come and go, on a cache of `num_pages`."""
+    def reachable(
+        self, sequences: Sizes[Sequence], config: EngineConfig, *, num_pages: int, lanes: int = 1
+    ) -> "Buckets":
+        """Return the buckets that may be needed while these sequences come and go, on a cache of `num_pages` a lane."""
 
         def pages(tokens: int) -> int:
             return -(-tokens // config.page_size)
@@ -97,11 +99,12 @@ class Buckets:
         decodes = any(s.max_length > s.num_prompt_tokens + 1 for s in sequences)
         if count * pages(longest) <= num_pages:  # no sequence is preempted and computed again
             longest = max(s.num_prompt_tokens for s in sequences)
+        beside = count - 1 if lanes == 1 else min(config.max_batch, len(sequences) - 1)  # chunks may be another lane's
         return dataclasses.replace(
             self,
             admissions=_up_to(count, self.admissions),
             chunks=_up_to(count * -(-longest // config.chunk_size), self.chunks),
-            prefill_rows=_up_to(count - 1, self.prefill_rows) if decodes else (0,),
+            prefill_rows=_up_to(beside, self.prefill_rows) if decodes else (0,),
             decode_rows=_up_to(count, self.decode_rows) if decodes else (),
             page_tables=tuple(size for size in self.page_tables if first <= size <= last),
         )
@@ -118,7 +121,7 @@ class EncoderBuckets:
 
     Attributes:
       lengths: tokens of a row, ascending.
-      rows: rows of a batch, ascending.
+      rows: rows of a batch, ascending; each lane has an equal part of them.
       token_budget: how many tokens a batch may have, padding included.
     """
 
@@ -127,12 +130,12 @@ class EncoderBuckets:
     token_budget: int
 
     @classmethod
-    def from_config(cls, config: EncoderEngineConfig) -> "EncoderBuckets":
-        """Make an engine's buckets."""
+    def from_config(cls, config: EncoderEngineConfig, lanes: int = 1) -> "EncoderBuckets":
+        """Make an engine's buckets, of which each lane takes what it would alone."""
         return cls(
             lengths=powers(4, min(SMALLEST_LENGTH, config.context), config.context),
-            rows=powers(2, 1, config.max_batch),
-            token_budget=config.token_budget,
+            rows=tuple(lanes * rows for rows in powers(2, 1, config.max_batch)),
+            token_budget=lanes * config.token_budget,
         )
 
     def length(self, sequence: Sequence) -> int:
@@ -141,7 +144,7 @@ class EncoderBuckets:
 
     def max_rows(self, length: int) -> int:
         """Return how many rows of this length a batch has at most."""
-        return min(self.rows[-1], max(1, self.token_budget // length))
+        return min(self.rows[-1], max(self.rows[0], self.token_budget // length))
 
     @property
     def shapes(self) -> set[tuple[int, int]]:

@@ -20,7 +20,7 @@ from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.programs.verification import DecodeOutput
-from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
+from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill, split_lanes
 from jaxinfer.models.devices import available_bytes
 from jaxinfer.pallas_kernels.choices import Call
 
@@ -102,7 +102,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """
         buckets, layout = self._packer.buckets, self.state.layout
         if sequences is not None:
-            buckets = buckets.reachable(list(sequences), layout.engine, num_pages=layout.num_pages)
+            buckets = buckets.reachable(list(sequences), layout.engine, num_pages=layout.num_pages, lanes=layout.lanes)
         missing = self.programs.compile_ahead(buckets)
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(layout.mesh)):
             raise MemoryError(
@@ -150,15 +150,17 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, result, output in zip(self.passes.split(step.batch), results, outputs, strict=True):
-            read = _read(part, output, result.chunks)
-            chunks += read[: len(part.chunks)]
-            rows += read[len(part.chunks) :]
+            for lane, results_there in zip(part.lanes, split_lanes(output, len(part.lanes)), strict=True):
+                read = _read(lane, results_there, result.chunks)
+                chunks += read[: len(lane.chunks)]
+                rows += read[len(lane.chunks) :]
         return StepOutput(outputs=chunks + rows)
 
     def _record(self, first: PassResult, output: PrefillOutput | DecodeOutput, seconds: float) -> None:
         """Record how long a step took. output: of its first pass."""
         if isinstance(output, DecodeOutput):
-            plain, speculative = map(int, output.passes)
+            # The lane whose rows went on longest was there in all passes.
+            plain, speculative = max(output.passes.reshape(-1, 2).tolist(), key=sum)
             self._pass_costs.record(first.bucket, seconds, plain=plain, speculative=speculative)
         else:
             self.costs.record(first.name, first.bucket, seconds)

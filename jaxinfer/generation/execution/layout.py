@@ -74,11 +74,14 @@ class DecoderStatic:
 class DeviceLayout:
     """The device side of one decoder, in shapes.
 
+    On a mesh with lanes each has as many slots and pages as it would have alone. Arrays of requests and pages have
+    those of all lanes one after the other; programs see one lane's part.
+
     Args:
       config: the model's config, fitted to the mesh.
       weights: the format of its leaves.
       engine: the engine's sizes.
-      num_pages: the size of the KV cache.
+      num_pages: the size of the KV cache, of each lane.
       platform: the platform it runs on.
       processors: logits processors, compiled into the programs that choose tokens.
       mesh: the devices; None: one.
@@ -93,6 +96,7 @@ class DeviceLayout:
       state: the shapes of `DeviceState`.
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
+      lanes: how many lanes the mesh has.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class DeviceLayout:
     ):
         self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
+        self.lanes = 1 if mesh is None else self._rules.ways(mesh, "batch")
         self._fitting = fitting or Fitting(original=config, config=config)
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors)
         self._placed = mesh is not None or leaves is not None
@@ -176,9 +181,16 @@ class DeviceLayout:
 
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
+    def of_lanes(self, x: Any) -> Any:
+        """Turn the shape of one lane's array into that of all lanes', one after the other; a scalar is for all."""
+        if not x.shape:
+            return self.place(x)
+        shape = jax.ShapeDtypeStruct((self.lanes * x.shape[0], *x.shape[1:]), x.dtype)
+        return self.place(shape, "batch", *[None] * (len(x.shape) - 1))
+
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
-        """Return the shapes of arguments from the host, which on a mesh go to all devices."""
-        return jax.tree.map(self.place, shapes) if self.mesh is not None else shapes
+        """Return the shapes of arguments from the host, from those of one lane."""
+        return jax.tree.map(self.of_lanes, shapes) if self.mesh is not None else shapes
 
     def slots(self, count: int) -> Slots:
         """Return the shapes of `Slots` with `count` rows."""
@@ -199,7 +211,7 @@ class DeviceLayout:
 
     def _state(self) -> DeviceState:
         attention, int8 = self.config.attention, self.engine.kv_dtype == "int8"
-        sizes = self.num_pages, self.engine.page_size, attention.kv_heads, attention.head_dim
+        sizes = self.lanes * self.num_pages, self.engine.page_size, attention.kv_heads, attention.head_dim
         layer = KVPages.shapes(*sizes, self.weights.dtype, int8=int8)
 
         def page(x: Any) -> Any:
@@ -207,7 +219,7 @@ class DeviceLayout:
             return self.place(x, *names)
 
         caches = jax.tree.map(page, [layer] * self.config.layers)
-        return DeviceState(caches, jax.tree.map(self.place, self.slots(self.engine.max_batch + 1)))
+        return DeviceState(caches, jax.tree.map(self.of_lanes, self.slots(self.engine.max_batch + 1)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
         original = self._fitting.original
@@ -273,6 +285,11 @@ class DeviceLayout:
     def state_shardings(self) -> Any:
         """Where a program's state is placed: on a mesh where it was; else the compiler knows."""
         return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.state)
+
+    @property
+    def output_sharding(self) -> Any:
+        """Where a program's results are placed, a pytree prefix: each lane's, one after the other."""
+        return None if self.mesh is None else self._rules.sharding(self.mesh, ["batch"], [self.lanes])
 
     def compiler_options(self, *, tokens: int) -> dict[str, str | bool | int]:
         """Return XLA's options for a pass over this many tokens."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow
@@ -58,38 +59,50 @@ class Packer:
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
         ]
-        if batch.copies:
-            source, target = self.copies(batch.copies)
-            commands.append(Command(CopyPages(count=len(source)), (source, target)))
-        if batch.admissions:
-            slot, requests = self.admissions(batch.admissions)
-            commands.append(Command(Admit(count=len(slot)), (slot, requests)))
+        copies, admissions = ([lane.copies for lane in batch.lanes], [lane.admissions for lane in batch.lanes])
+        if count := max(map(len, copies)):
+            count = round_up(count, self.buckets.admissions)
+            commands.append(Command(CopyPages(count=count), _join([self._copies(lane, count) for lane in copies])))
+        if count := max(map(len, admissions)):
+            count = round_up(count, self.buckets.admissions)
+            commands.append(Command(Admit(count=count), _join([self._admissions(lane, count) for lane in admissions])))
         return commands
 
     def pass_through(self, batch: Batch) -> Command:
-        """Return the command that sends chunks and rows through the model."""
-        count, width = round_up(len(batch.chunks), (0, *self.buckets.chunks)), self.page_table_width(batch)
-        size = round_up(len(batch.rows), self.buckets.prefill_rows if count else self.buckets.decode_rows)
-        parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
+        """Return the command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
+        lanes = batch.lanes
+        sizes = self._sizes(batch)
+        bitmask = None
+        if any(part.bitmask is not None for part in batch.parts):
+            bitmask = np.concatenate([self._bitmask(lane, sizes) for lane in lanes])
         inputs = PassInputs(
-            self.chunks(batch.chunks, count, width) if count else None,
-            self.rows(batch.rows, size, width),
-            self.bitmask(parts, count + size),
+            _join([self._chunks(lane.chunks, sizes) for lane in lanes]) if sizes.chunks else None,
+            _join([self._rows(lane.rows, sizes) for lane in lanes]),
+            bitmask,
             np.int32(batch.passes),
-            self.speculation_limits(batch.rows, size),
+            np.concatenate([self._speculation_limits(lane.rows, sizes) for lane in lanes]),
         )
-        return Command(Pass(chunks=count, batch=size, speculative=batch.num_speculative_tokens, pages=width), inputs)
+        return Command(sizes, inputs)
 
-    def copies(self, copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _sizes(self, batch: Batch) -> Pass:
+        """Return the sizes of a pass, the largest of all lanes."""
+        buckets, lanes = self.buckets, batch.lanes
+        chunks = round_up(max(len(lane.chunks) for lane in lanes), (0, *buckets.chunks))
+        rows = round_up(max(len(lane.rows) for lane in lanes), buckets.prefill_rows if chunks else buckets.decode_rows)
+        pages = round_up(max(len(part.pages) for part in batch.parts), buckets.page_tables)
+        return Pass(chunks=chunks, batch=rows, speculative=batch.num_speculative_tokens, pages=pages)
+
+    # A lane
+
+    def _copies(self, copies: Sequence[tuple[int, int]], count: int) -> tuple[np.ndarray, np.ndarray]:
         """Pack source and target pages; padding copies to a page that does not exist."""
-        count = round_up(len(copies), self.buckets.admissions)
         source, target = np.zeros(count, np.int32), np.full(count, self.layout.num_pages, np.int32)
-        source[: len(copies)], target[: len(copies)] = zip(*copies, strict=True)
+        for index, copy in enumerate(copies):
+            source[index], target[index] = copy
         return source, target
 
-    def admissions(self, admissions: Sequence[Admission]) -> tuple[np.ndarray, Slots]:
+    def _admissions(self, admissions: Sequence[Admission], count: int) -> tuple[np.ndarray, Slots]:
         """Pack slots, and what comes into them; padding has a slot that does not exist."""
-        count = round_up(len(admissions), self.buckets.admissions)
         slot = np.full(count, self._nowhere + 1, np.int32)
         idle = [idle_options(len(self._processors))] * (count - len(admissions))
         requests = Slots(
@@ -114,41 +127,39 @@ class Packer:
         stops, words = request.stop_token_ids, request.bad_words
         return RowOptions(request.sampling, sequence.seed, prompt, limit, stops, chosen, words)
 
-    def page_table_width(self, batch: Batch) -> int:
-        """Return the pages of the longest page table, rounded up."""
-        return round_up(max(len(part.pages) for part in batch.parts), self.buckets.page_tables)
-
-    def chunks(self, chunks: Sequence[Chunk], count: int, width: int) -> Chunks:
-        """Pack `count` chunks of prompts, with page tables of this width."""
+    def _chunks(self, chunks: Sequence[Chunk], sizes: Pass) -> Chunks:
+        count = sizes.chunks
         slot = np.full(count, self._nowhere, np.int32)
         (start, tokens), (chooses, pooling) = np.zeros((2, count), np.int32), np.zeros((2, count), np.bool_)
         for row, chunk in enumerate(chunks):
             slot[row], start[row], tokens[row] = chunk.slot, chunk.start, chunk.count
             chooses[row], pooling[row] = chunk.chooses, chunk.sequence.request.pooling
-        table = _page_table(chunks, count, width)
+        table = _page_table(chunks, count, sizes.pages)
         return Chunks(slot, start, tokens, chooses, pooling, table)  # type: ignore[arg-type]
 
-    def rows(self, rows: Sequence[DecodeRow], count: int, width: int) -> Rows:
-        """Pack `count` rows, with page tables of this width."""
-        slot = np.full(count, self._nowhere, np.int32)
+    def _rows(self, rows: Sequence[DecodeRow], sizes: Pass) -> Rows:
+        slot = np.full(sizes.batch, self._nowhere, np.int32)
         slot[: len(rows)] = [row.slot for row in rows]
-        return Rows(slot, _page_table(rows, count, width))  # type: ignore[arg-type]
+        return Rows(slot, _page_table(rows, sizes.batch, sizes.pages))  # type: ignore[arg-type]
 
-    def bitmask(self, parts: Sequence[Chunk | DecodeRow | None], count: int) -> np.ndarray | None:
-        """Pack the tokens that each row may choose; None while all may choose any."""
-        if not any(part is not None and part.bitmask is not None for part in parts):
-            return None
-        bitmask = np.full(self.layout.bitmask(count).shape, ALL_TOKENS, np.uint32)
-        for row, part in enumerate(parts):
-            if part is not None and part.bitmask is not None:
-                bitmask[row] = part.bitmask
+    def _bitmask(self, lane: Batch, sizes: Pass) -> np.ndarray:
+        """Pack the tokens that chunks and rows may choose."""
+        bitmask = np.full(self.layout.bitmask(sizes.chunks + sizes.batch).shape, ALL_TOKENS, np.uint32)
+        for first, parts in ((0, lane.chunks), (sizes.chunks, lane.rows)):
+            for row, part in enumerate(parts, first):
+                if part.bitmask is not None:
+                    bitmask[row] = part.bitmask
         return bitmask
 
-    def speculation_limits(self, rows: Sequence[DecodeRow], count: int) -> np.ndarray:
-        """Pack how many speculative tokens each row may have in a pass."""
-        limits = np.zeros(count, np.int32)
+    def _speculation_limits(self, rows: Sequence[DecodeRow], sizes: Pass) -> np.ndarray:
+        limits = np.zeros(sizes.batch, np.int32)
         limits[: len(rows)] = [row.num_speculative_tokens for row in rows]
         return limits
+
+
+def _join[T](lanes: list[T]) -> T:
+    """Put each lane's arrays one after the other, as `DeviceLayout` has them."""
+    return lanes[0] if len(lanes) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *lanes)
 
 
 def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Reads the results of programs into the plain values of a `StepOutput`."""
 
+import functools
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, SequenceOutput
@@ -12,6 +14,16 @@ from jaxinfer.generation.execution.programs.verification import DecodeOutput
 from jaxinfer.generation.outputs import ExpertLoad, TokenLogprob
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.logprobs import Logprobs
+
+
+def split_lanes[T: PrefillOutput | DecodeOutput](output: T, lanes: int) -> list[T]:
+    """Divide results on the host, which have each lane's one after the other."""
+
+    def part(x: np.ndarray, lane: int) -> np.ndarray:
+        size = len(x) // lanes
+        return x[lane * size : (lane + 1) * size]
+
+    return [jax.tree.map(functools.partial(part, lane=lane), output) for lane in range(lanes)]
 
 
 def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:

@@ -27,6 +27,7 @@ from jaxinfer.generation.execution.state import DeviceState, Rows, progress_of
 from jaxinfer.generation.sampling.logprobs import no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.models import KVPages, LayerAdapters
+from jaxinfer.sharding.collectives import any_part
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder
@@ -55,7 +56,7 @@ class _Carry(NamedTuple):
       proposed, accepted: as in `DecodeOutput`.
       passes, speculative_passes: int32 [B], the passes in which each row was active.
       experts: as in `DecodeOutput`.
-      going: bool [], whether there is another pass.
+      going: bool [], whether there is another pass: of all lanes, which exchange what they compute in it.
     """
 
     caches: list[KVPages]
@@ -86,7 +87,7 @@ def decode(
 
     Args:
       bitmask: uint32 [B, V / 32], valid for all passes; rows whose bitmask changes take one pass a step.
-      passes: int32 [], at most `max_passes`. Ends early when all rows are done.
+      passes: int32 [], at most `max_passes`. Ends early when all rows are done, those of other lanes too.
       speculation_limit: int32 [B], how many speculative tokens each row may have in a pass, at most
         `num_speculative_tokens`.
       counts_experts: whether the output has `experts`.
@@ -107,9 +108,10 @@ def decode(
         limit = jnp.where(carry.accepted * MIN_ACCEPTED >= carry.proposed, speculation_limit, 0)
         history, progress, _ = carry.passed
         guess = speculate(history, slot, progress, step.options, limit, num_speculative_tokens)
-        return lax.cond(jnp.any(guess.num_tokens > 0), lambda carry: run(carry, guess), plain, carry)
+        speculates = any_part(jnp.any(guess.num_tokens > 0), "batch")
+        return lax.cond(speculates, lambda carry: run(carry, guess), plain, carry)
 
-    going = jnp.any(before.active) & (passes > 0)
+    going = any_part(jnp.any(before.active) & (passes > 0), "batch")
     passed = Passed(slots.history, before, no_logprobs((batch, width)))
     experts = no_counts(batch, *_experts_of(model)) if counts_experts else None
     carry = _Carry(state.caches, passed, zeros, zeros, zeros, zeros, experts, going)
@@ -156,7 +158,7 @@ def _pass(
         passes,
         carry.speculative_passes + active * int(guess.tokens.shape[1] > 0),
         experts,
-        jnp.any(passed.progress.active & (passes < most)),
+        any_part(jnp.any(passed.progress.active & (passes < most)), "batch"),
     )
 
 
@@ -192,6 +194,6 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Decode, Buckets]:
             for speculative in sorted({0, layout.engine.num_speculative_tokens})
         ),
         donate=(2,),
-        out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, None),
+        out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, layout.output_sharding),
         compiler_options=lambda sizes: layout.compiler_options(tokens=sizes.batch * (1 + sizes.speculative)),
     )

@@ -65,10 +65,12 @@ def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
 
 def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tuple[int, int]]]:
     """Return the spec for an engine, whose buckets are pairs of rows and tokens. level: as in `EncoderEngineConfig`."""
-    leaves = list(model.leaves.values())
+    leaves, mesh = list(model.leaves.values()), model.mesh
 
     def arguments(sizes: Embed) -> tuple[Any, ...]:
         shape = jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32)
+        if mesh is not None:
+            shape = shape.update(sharding=model.rules.sharding(mesh, ["batch", None], shape.shape))
         return leaves, shape, shape
 
     return ProgramSpec(
@@ -77,4 +79,7 @@ def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tupl
         static=EncoderStatic.from_model(model, level),
         arguments=arguments,
         reachable=lambda shapes: (Embed(batch=rows, tokens=length) for rows, length in shapes),
+        out_shardings=lambda sizes: (
+            None if mesh is None else model.rules.sharding(mesh, ["batch", None], [sizes.batch, 1])
+        ),
     )

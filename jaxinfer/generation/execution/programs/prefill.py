@@ -265,6 +265,6 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Prefill, Buckets]:
             for batch in buckets.prefill_rows
         ),
         donate=(2,),
-        out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, None),
+        out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, layout.output_sharding),
         compiler_options=lambda sizes: layout.compiler_options(tokens=sizes.batch + sizes.chunks * chunk_size),
     )
