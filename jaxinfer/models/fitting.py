@@ -218,16 +218,16 @@ def _fit_heads(
 ) -> tuple[AttentionConfig, dict[str, Take] | None]:
     """Return the attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
 
-    def size(copies: int) -> tuple[int, int]:
+    inputs, sizes = attention.q_heads * attention.head_dim, []
+    for copies in range(1, attention.group + 1):
         group = -(-attention.group // copies)
-        kv_heads = _round_up(attention.kv_heads * copies, ways)
-        inputs = attention.q_heads * attention.head_dim
-        while not _fits(inputs, kv_heads * group * attention.head_dim, ways, weights):
-            kv_heads += ways
-        return kv_heads, group
-
-    copies = min(range(1, attention.group + 1), key=lambda copies: (size(copies)[0] * (size(copies)[1] + 2), copies))
-    kv_heads, group = size(copies)
+        kv_heads, width = _round_up(attention.kv_heads * copies, ways), group * attention.head_dim
+        if fitted_inputs := _least_that_fits(inputs, kv_heads * width, ways * width, ways, weights):
+            kv_heads = fitted_inputs // width
+            sizes.append((kv_heads * (group + 2), copies, kv_heads, group))
+    if not sizes:
+        raise ValueError(_never_fits("attention.out", inputs))
+    _, copies, kv_heads, group = min(sizes)
     if (kv_heads, group) == (attention.kv_heads, attention.group):
         return attention, None
     queries = np.full((kv_heads, group), -1)
@@ -273,10 +273,19 @@ def _features(heads: np.ndarray, head_dim: int) -> Take:
 
 def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
     """Return the least width of at least `size` inputs that divides."""
-    fitted = _round_up(size, ways)
-    while not _fits(size, fitted, ways, weights):
-        fitted += ways
+    fitted = _least_that_fits(size, _round_up(size, ways), ways, ways, weights)
+    if fitted is None:
+        raise ValueError(_never_fits("mlp.down", size))
     return fitted
+
+
+def _least_that_fits(size: int, start: int, step: int, ways: int, weights: WeightFormat) -> int | None:
+    """Return the least of start, start + step, ... inputs that `_fits`; after GROUP of them it repeats itself."""
+    return next((n for n in range(start, start + GROUP * step, step) if _fits(size, n, ways, weights)), None)
+
+
+def _never_fits(linear: str, size: int) -> str:
+    return f"{linear} is int8 for want of whole groups of {GROUP} among {size} inputs, and what divides has whole ones."
 
 
 def _fits(size: int, fitted: int, ways: int, weights: WeightFormat) -> bool:

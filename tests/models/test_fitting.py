@@ -4,21 +4,23 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, MoeConfig, RouterConfig
 from jaxinfer.models.fitting import fit
+from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.tiny import CONFIG
 
 FLOAT, INT4 = WeightFormat(), WeightFormat(quantized="int4")
 
 
-def fitted(config, tensor, *, weights=FLOAT, rules=None, stored=None):
-    return fit(config, weights, MeshConfig(tensor=tensor).abstract(), rules or ShardingRules(), stored=stored)
+def fitted(config, tensor=1, *, weights=FLOAT, rules=None, stored=None, **mesh):
+    mesh = MeshConfig(tensor=tensor, **mesh).abstract()
+    return fit(config, weights, mesh, rules or ShardingRules(), stored=stored)
 
 
 def with_heads(q_heads, kv_heads, **changes):
@@ -145,3 +147,80 @@ def test_a_quantised_matrix_keeps_its_format():
     """int4 needs groups of 128 inputs; a matrix stored in int8 for lack of them must not get them by padding."""
     config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=1278))
     assert fitted(config, 4, weights=INT4).config.mlp.hidden == 1284
+
+
+def test_heads_that_lack_a_whole_group_for_int4():
+    """SmolLM's 9 heads of 64 are stored in int8; any even number of them would be whole groups, and so int4."""
+    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=9, kv_heads=3, head_dim=64))
+    with pytest.raises(ValueError, match=r"attention.out is int8 for want of whole groups .* nearest .* 3 ways"):
+        fitted(config, 4, weights=INT4)
+    assert fitted(config, 3, weights=INT4).config.attention.q_heads == 9
+    mlp = dataclasses.replace(CONFIG.mlp, hidden=100)
+    with pytest.raises(ValueError, match=r"mlp.down is int8 for want .* nearest that works is 127 ways"):
+        fitted(dataclasses.replace(CONFIG, mlp=mlp), 128, weights=INT4, rules=ShardingRules(heads=None, kv_heads=None))
+
+
+# Mixtures of experts
+
+
+def with_experts(hidden=50, *, dense=None, shared=0, experts=8, layers=3):
+    """A mixture of experts; its first layer is dense if that has a width."""
+    router = RouterConfig(experts=experts, experts_per_token=2)
+    moe = dataclasses.replace(CONFIG.mlp, hidden=hidden, moe=MoeConfig(router=router, shared_hidden=shared))
+    first = moe if dense is None else dataclasses.replace(CONFIG.mlp, hidden=dense)
+    return dataclasses.replace(CONFIG, layers=layers, mlp=moe, layer_mlps=(first, *[moe] * (layers - 1)))
+
+
+def numbered(shape):
+    return np.arange(1, np.prod(shape) + 1).reshape(shape)
+
+
+def by_takes(fitting, name, stored, array):
+    """A leaf, fitted as loading does it."""
+    for dim, take in enumerate(fitting.of_leaf(name, stored)):
+        if take is not None:
+            shape = [-1 if at == dim else 1 for at in range(array.ndim)]
+            array = np.take(array, np.maximum(take, 0), axis=dim) * (take >= 0).reshape(shape)
+    return array
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(0, 60),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+)
+def test_any_widths_of_experts_divide_each_by_its_own_ways(hidden, dense, shared, expert, tensor, data):
+    if data * expert > 8:
+        return
+    config, mesh = with_experts(hidden, dense=dense, shared=shared), {"data": data, "expert": expert, "tensor": tensor}
+    fitting = fitted(config, **mesh)
+    rules, mesh = ShardingRules(), MeshConfig(**mesh).abstract()
+    first, second = (fitting.config.mlp_in(layer) for layer in range(2))
+    assert first.hidden == -(-dense // (expert * tensor)) * expert * tensor
+    assert second.hidden == -(-hidden // tensor) * tensor
+    assert second.moe.shared_hidden == -(-shared // (expert * tensor)) * expert * tensor
+    assert second.moe.router == config.mlp.moe.router
+    stored, leaves = canonical_leaves(config, FLOAT), canonical_leaves(fitting.config, FLOAT)
+    for name, leaf in leaves.items():
+        rules.sharding(mesh, leaf.axes, leaf.shape)
+        if ".mlp." in name:  # what is stored comes first, and zeros follow
+            array = numbered(stored[name].shape)
+            padding = [(0, new - old) for new, old in zip(leaf.shape, array.shape, strict=True)]
+            np.testing.assert_array_equal(by_takes(fitting, name, stored[name], array), np.pad(array, padding))
+
+
+def test_int4_groups_of_experts_stay_whole():
+    config = with_experts(hidden=384, dense=640, shared=256)
+    fitting = fitted(config, 2, expert=2, weights=INT4, stored="int4")
+    first, second = (fitting.config.mlp_in(layer) for layer in range(2))
+    assert (first.hidden, second.hidden, second.moe.shared_hidden) == (1024, 512, 512)
+    stored, leaves = canonical_leaves(config, INT4), canonical_leaves(fitting.config, INT4)
+    down = "layers.1.mlp.experts.down"
+    scale, weight = (fitting.of_leaf(f"{down}.{part}", stored[f"{down}.{part}"]) for part in ("scale", "weight"))
+    assert (scale[0], weight[0], list(scale[1])) == (None, None, [0, 1, 2, -1])
+    assert list(weight[2]) == [*range(96)] + [-1] * 32
+    assert leaves[f"{down}.weight"].shape == (8, CONFIG.embed, 128)
