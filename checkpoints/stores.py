@@ -6,7 +6,7 @@ order and each by the thread that runs the model. Only reading files happens on 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, override
 
@@ -112,6 +112,7 @@ class _FromHost:
 
     def __init__(self, store: "HostStore", layer: int):
         self._store, self._host, self.bytes = store, store.layers[layer], store.bytes[layer]
+        self._shardings = store.shardings[layer]
         self.interval: tuple[float, float] | None = None
         self._arrays: list[jax.Array] = []
         self._begun = 0.0
@@ -124,8 +125,8 @@ class _FromHost:
     def place(self) -> None:
         if self._ended is not None:
             return
-        self._begun, shardings = time.perf_counter(), self._store.shardings
-        self._arrays = jax.device_put(self._host, shardings if isinstance(shardings, Sharding) else list(shardings))
+        self._begun = time.perf_counter()
+        self._arrays = jax.device_put(self._host, list(self._shardings))
         self._ended = self._store.watcher.submit(_ended, self._arrays)
 
     def arrays(self) -> list[jax.Array]:
@@ -155,14 +156,14 @@ class HostStore(LayerStore):
 
     Args:
       layers: the leaves of each layer, as `to_host` made them.
-      shardings: where each leaf of a layer lives on the devices; one alone: all of them.
+      shardings: where the leaves of each layer live on the devices.
 
     Attributes:
       bytes: that each layer takes on all devices together.
       watcher: the thread that sees when copies end.
     """
 
-    def __init__(self, layers: dict[int, list[jax.Array]], shardings: Sequence[Sharding] | Sharding):
+    def __init__(self, layers: Mapping[int, list[jax.Array]], shardings: Mapping[int, Sequence[Sharding]]):
         self.layers, self.shardings = layers, shardings
         self.bytes = {layer: sum(map(_bytes, leaves)) for layer, leaves in layers.items()}
         self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
@@ -228,8 +229,8 @@ class _FromDisk:
             self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
             assert self._buffer is not None
             views = files.views(self._layer, self._buffer)
-            leaves = files.layers[self._layer].leaves
-            self._arrays = _arrays([leaf.shape for leaf in leaves], views, self._store.shardings)
+            shapes = [leaf.shape for leaf in files.layers[self._layer].leaves]
+            self._arrays = _arrays(shapes, views, self._store.shardings[self._layer])
         return self._arrays
 
     def release(self) -> None:
@@ -256,11 +257,9 @@ class _FromDisk:
 def _arrays(
     shapes: Sequence[tuple[int, ...]],
     leaves: Sequence[dict[tuple[int, ...], np.ndarray]],
-    shardings: Sequence[Sharding] | Sharding,
+    shardings: Sequence[Sharding],
 ) -> list[jax.Array]:
     """Return arrays, placed on their devices, from their parts by where they begin; on a CPU they are the parts."""
-    if isinstance(shardings, Sharding):
-        shardings = [shardings] * len(shapes)
     if all(len(sharding.device_set) == 1 for sharding in shardings):
         return jax.device_put([next(iter(parts.values())) for parts in leaves], list(shardings))  # one call for all
     return [_array(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
@@ -344,10 +343,9 @@ class DiskStore(LayerStore):
 
     Args:
       files: the layers.
-      shardings: where each leaf of a layer lives on the devices; one alone: all of them.
+      shardings: where the leaves of each layer live on the devices, of those that it is asked for.
       aliases: whether arrays on the devices are the buffers.
       staging: threads and buffers; None: its own.
-      layers: those of the files that it is asked for; None: all.
 
     Attributes:
       largest: bytes of the largest of them, and so of a buffer.
@@ -356,16 +354,14 @@ class DiskStore(LayerStore):
     def __init__(
         self,
         files: LayerFiles,
-        shardings: Sequence[Sharding] | Sharding,
+        shardings: Mapping[int, Sequence[Sharding]],
         *,
         aliases: bool,
         staging: Staging | None = None,
-        layers: range | None = None,
     ):
         self.files, self.shardings, self.aliases = files, shardings, aliases
         self.staging = staging or Staging()
-        chosen = range(len(files.layers)) if layers is None else layers
-        self.largest = max(files.layers[layer].bytes for layer in chosen)
+        self.largest = max(files.layers[layer].bytes for layer in shardings)
 
     @override
     def start(self, layer: int) -> Fetch:

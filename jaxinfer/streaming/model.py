@@ -4,6 +4,8 @@ import dataclasses
 import logging
 import pathlib
 
+from jax.sharding import Sharding
+
 from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
 from jaxinfer.models.config import DecoderConfig
@@ -47,17 +49,15 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     _log.info("%s", placement)
     map_large_arrays()
     leaves = opened.read(lambda name: layer_of(name) is None)
-    shardings = [shape.sharding for shape in opened.layer_shapes(0)]
-    if placement.experts is not None:  # layers without experts have other leaves, all on one device
-        shardings = shardings[0]
+    shardings = {layer: _shardings(opened, layer) for layer in range(opened.transformer.layers)}
 
-    files, aliases, layers = None, opened.platform == "cpu", range(opened.transformer.layers)
+    files, aliases = None, opened.platform == "cpu"
     stores: dict[Tier, LayerStore] = {}
     if "disk" in placement.tiers or (placement.experts is not None and placement.experts.tier == "disk"):
         files = open_layer_files(opened, layer_files)
     if "disk" in placement.tiers:
         assert files is not None
-        stores["disk"] = DiskStore(files, shardings, aliases=aliases, layers=layers)
+        stores["disk"] = DiskStore(files, shardings, aliases=aliases)
     host, device = {}, {}
     with long_work("reading layers", total=len(placement.tiers)) as work:
         for layer, tier in enumerate(placement.tiers):
@@ -72,14 +72,20 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     return StreamedModel(**opened.fields(), leaves=leaves, store=store, experts=experts)
 
 
+def _shardings(opened: OpenedModel, layer: int, expert: int | None = None) -> list[Sharding]:
+    """Return where the leaves of a layer, or of one of its experts, come to the devices."""
+    return [shape.sharding for shape in opened.layer_shapes(layer, expert)]
+
+
 def _expert_store(opened: OpenedModel, placement: ExpertPlacement, files: LayerFiles | None) -> LayerStore:
     """Make the store of the experts: their numbers follow those of the layers."""
     layers, keys = opened.transformer.layers, experts_of(opened.config)
     places = range(layers, layers + len(keys))
-    sharding = opened.layer_shapes(*keys[0])[0].sharding
+    of_layer = {layer: _shardings(opened, layer, 0) for layer in dict(keys)}
+    shardings = {place: of_layer[layer] for place, (layer, _) in zip(places, keys, strict=True)}
     if placement.tier == "disk":
         assert files is not None
-        store = DiskStore(files, sharding, aliases=opened.platform == "cpu", layers=places)
+        store = DiskStore(files, shardings, aliases=opened.platform == "cpu")
         if store.aliases:
             store.staging.reserve(store.largest, placement.slots)
         return store
@@ -89,4 +95,4 @@ def _expert_store(opened: OpenedModel, placement: ExpertPlacement, files: LayerF
             leaves = read_leaves(opened, layer_leaves(opened, *key)).values()
             experts[place] = [to_host(array) if placement.slots else array for array in leaves]
             work.advance()
-    return HostStore(experts, sharding) if placement.slots else DeviceStore(experts)
+    return HostStore(experts, shardings) if placement.slots else DeviceStore(experts)

@@ -89,7 +89,7 @@ def test_each_device_reads_its_own_slice(tmp_path):
     stored = {leaf.name: leaf for leaf in files.layers[0].leaves}
     assert [part.shape for part in stored["matrix"].slices] == [(20, 1000), (20, 1000)]
     assert len(stored["norm"].slices) == 1  # both devices have it: stored once
-    store = DiskStore(files, list(shardings.values()), aliases=True)
+    store = DiskStore(files, {1: list(shardings.values())}, aliases=True)
     fetch = store.start(1)
     for array, (name, wanted) in zip(fetch.arrays(), leaves(1).items(), strict=True):
         assert array.sharding == shardings[name]
@@ -104,7 +104,9 @@ def test_a_buffer_is_given_back_only_when_its_arrays_are_gone(folder):
         buffer.fill(255)
         released.append(buffer)
 
-    store = DiskStore(LayerFiles(folder), [sharding] * 3, aliases=True, staging=Staging(on_release=poison))
+    store = DiskStore(
+        LayerFiles(folder), dict.fromkeys(range(3), [sharding] * 3), aliases=True, staging=Staging(on_release=poison)
+    )
     first, second = store.start(0), store.start(1)
     kept = first.arrays()
     first.release()
@@ -352,7 +354,12 @@ def hanging():
 
 def store_of(folder, hanging, **options):
     sharding = SingleDeviceSharding(jax.devices()[0])
-    return DiskStore(LayerFiles(folder, hanging.preadv), [sharding] * 3, aliases=True, staging=Staging(**options))
+    return DiskStore(
+        LayerFiles(folder, hanging.preadv),
+        dict.fromkeys(range(3), [sharding] * 3),
+        aliases=True,
+        staging=Staging(**options),
+    )
 
 
 def check_layer(store, layer):
@@ -422,7 +429,7 @@ def test_what_is_given_back_is_not_tried_again(folder, monkeypatch):
 
     monkeypatch.setattr(layer_files, "FIRST_DELAY", 1000.0)
     sharding = SingleDeviceSharding(jax.devices()[0])
-    store = DiskStore(LayerFiles(folder, preadv), [sharding] * 3, aliases=True)
+    store = DiskStore(LayerFiles(folder, preadv), dict.fromkeys(range(3), [sharding] * 3), aliases=True)
     fetch = store.start(0)
     until(lambda: tried)
     fetch.release()
@@ -440,7 +447,7 @@ from jaxinfer.checkpoints.stores import DiskStore
 readers.READ_SECONDS = 0.2
 store = DiskStore(
     LayerFiles(pathlib.Path(sys.argv[1]), lambda *_: threading.Event().wait()),
-    [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3,
+    {0: [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3},
     aliases=True,
 )
 try:

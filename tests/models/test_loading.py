@@ -30,6 +30,7 @@ from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model, save_model
 from jaxinfer.models.leaves import cache_leaves, canonical_leaves
 from jaxinfer.sharding import MeshConfig, ShardingRules
+from tests.tiny import MOE_CONFIGS, save_tiny
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CONFIG = DecoderConfig(
@@ -315,9 +316,9 @@ def test_options(saved, original, tmp_path):
         save_model(tmp_path / "x", original, family="test", dtype="int8")
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor):
-    """Together the parts of a leaf that is split are read once, without what it is padded with."""
+@pytest.fixture
+def asked(monkeypatch):
+    """How many elements are asked of leaves on disk, one number for each part that a device reads."""
     read, asked = reading._read_part, []
 
     class Asked:
@@ -340,6 +341,12 @@ def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor)
             self._store = store.oindex
 
     monkeypatch.setattr(reading, "_read_part", lambda store, part, takes: read(Asked(store), part, takes))
+    return asked
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_each_device_asks_for_its_own_part_alone(model_dir, asked, tensor):
+    """Together the parts of a leaf that is split are read once, without what it is padded with."""
     model = load_model(model_dir, mesh=MeshConfig(tensor=tensor))
     attention = model.config.attention
     copies = attention.kv_heads // model.description.config.attention.kv_heads
@@ -352,3 +359,57 @@ def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor)
             size += (copies - 1) * 2 * 2 * attention.head_dim * leaf.shape[1]
         read_bytes += size
     assert sum(asked) == read_bytes
+
+
+@pytest.fixture(scope="module", params=["orbax", pytest.param("single-file", marks=pytest.mark.slow)])
+def mixture(request, tmp_path_factory):
+    """A dense layer, and one of eight experts, whose widths are whole groups of int4."""
+    dense, moe = MOE_CONFIGS["sigmoid"].layer_mlps
+    moe = dataclasses.replace(moe, hidden=256, moe=dataclasses.replace(moe.moe, shared_hidden=512))
+    config = dataclasses.replace(CONFIG, layer_mlps=(dense, moe))
+    return save_tiny(tmp_path_factory.mktemp("models") / "mixture", request.param, config)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    "quantize", [None, "int4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "fp8"))]
+)
+def test_experts_come_to_the_devices_that_have_them(mixture, mesh, quantize, asked):
+    whole = load_model(mixture, quantize=quantize).leaves
+    asked.clear()
+    mesh = MeshConfig(**mesh)
+    split = load_model(mixture, mesh=mesh, quantize=quantize)
+    leaves = split.leaves
+    if mesh.size == 2:  # no KV head is copied: together all parts are each leaf once
+        assert sum(asked) == sum(math.prod(leaf.shape) for leaf in split.manifest.leaves.values())
+    for name in whole:
+        if ".mlp." in name:  # none is padded
+            np.testing.assert_array_equal(np.asarray(leaves[name]), np.asarray(whole[name]), err_msg=name)
+    (rows, _, inputs), shared = leaves[down := "layers.1.mlp.experts.down.weight"].shape, "layers.1.mlp.shared.down"
+    held = {shard.data.shape for shard in leaves[down].addressable_shards}
+    assert held == {(rows // mesh.data // mesh.expert, CONFIG.embed, inputs // mesh.tensor)}
+    (held,) = {shard.data.shape[1] for shard in leaves[f"{shared}.weight"].addressable_shards}
+    assert held == leaves[f"{shared}.weight"].shape[1] // mesh.expert // mesh.tensor
+    for device in mesh.build().devices.flat:
+        parts = (shard.data.nbytes for x in leaves.values() for shard in x.addressable_shards if shard.device == device)
+        assert sum(parts) == split.bytes_per_device()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_experts_that_are_stored_quantised(tmp_path, quantize):
+    """In files of their own, padded: 10 numbers of an expert's width are 12 on four devices."""
+    convert(GOLDENS / "olmoe_awkward", tmp_path / "m", quantize=quantize)
+    whole = load_model(tmp_path / "m").leaves
+    split = load_model(tmp_path / "m", mesh=MeshConfig(expert=5)).leaves
+    padded = load_model(tmp_path / "m", mesh=MeshConfig(tensor=4)).leaves
+    for name in ("gate_up.weight", "gate_up.scale", "down.weight", "down.scale"):
+        name, leaf = f"layers.1.mlp.experts.{name}", np.asarray(whole[f"layers.1.mlp.experts.{name}"])
+        np.testing.assert_array_equal(np.asarray(split[name]), leaf)
+        padding = [(0, new - old) for new, old in zip(padded[name].shape, leaf.shape, strict=True)]
+        np.testing.assert_array_equal(np.asarray(padded[name]), np.pad(leaf, padding))
+
+
+def test_experts_that_do_not_divide_are_refused_before_reading(mixture, asked):
+    with pytest.raises(ValueError, match=r"mixture: mesh expert=3: the 8 experts of layer 1 do not divide"):
+        load_model(mixture, mesh=MeshConfig(expert=3))
+    assert not asked

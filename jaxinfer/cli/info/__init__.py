@@ -75,7 +75,8 @@ def info(
     leaves = canonical_leaves(fitted, weights)
     parameters, active = parameter_count(config), active_parameter_count(config)
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
-    cache_bytes = bytes_per_device(cache_leaves(fitted, weights, max_batch, context), layout.abstract(), rules)
+    cached = cache_leaves(fitted, weights, layout.data * max_batch, context)  # a batch of each lane
+    cache_bytes = bytes_per_device(cached, layout.abstract(), rules)
 
     table = Table("", model, title_justify="left")
     for name, value in (
@@ -86,7 +87,7 @@ def info(
         ("active parameters", f"{active:,}" if active < parameters else ""),
         ("stored as", description.quantization or description.dtype),
         *shown.rows.items(),
-        ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
+        ("mesh", ", ".join(f"{axis}={getattr(layout, axis)}" for axis in layout.IMPLEMENTED)),
     ):
         if value != "":
             table.add_row(name, str(value))

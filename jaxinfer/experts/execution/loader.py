@@ -224,7 +224,7 @@ class ExpertLoader:
         opened = self._find(name).opened
         files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
         shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
-        store = DiskStore(files, shardings, aliases=device.platform == "cpu", staging=self._staging)
+        store = DiskStore(files, {0: shardings}, aliases=device.platform == "cpu", staging=self._staging)
         self._stores[name, device] = store
         return store
 

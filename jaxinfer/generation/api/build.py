@@ -222,11 +222,6 @@ def place_model[Config: SharedConfig](
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
     _check_expert_load(opened, config)
-    if memory.weights != "device" and (lanes := count_lanes(opened)) > 1:
-        raise ValueError(
-            f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={lanes}: leave it "
-            "'device', or use data = 1."
-        )
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         with _reserved(reservation, opened, None):

@@ -179,10 +179,12 @@ def plan_placement(
       costs: the times of earlier fetches, which decide how far ahead layers are brought.
 
     Raises MemoryError if not even the layers on their way and the least cache fit, naming the least that does, or if
-    "host" does not fit; ValueError for a cache of less than a page. Nothing is read or written until then.
+    "host" does not fit; ValueError for a cache of less than a page, and for what is not streamed: to lanes nothing, to
+    several devices no mixture of experts. Nothing is read or written until then.
     """
     if memory.weights == "device" and memory.device_memory is None:
         return None
+    _check_lanes(opened, memory)
     needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
     if cache_bytes is not None:
         assert isinstance(config, EngineConfig), "an encoder has no cache"
@@ -195,6 +197,7 @@ def plan_placement(
     if memory.weights == "auto" and needs.whole < limit and (whole := needs.of_whole(full)) <= limit:
         _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(limit))
         return None
+    _check_devices(opened, memory)
     depth = _depth(memory, costs)
     while memory.prefetch is None and depth > DEPTH and needs.of_streamed(depth + 1, least) > limit:
         depth -= 1
@@ -227,6 +230,25 @@ def plan_placement(
         reason=reason,
         experts=experts,
     )
+
+
+def _check_lanes(opened: OpenedModel, memory: MemoryConfig) -> None:
+    """Raise ValueError for a mesh with lanes unless all weights are to be on the devices."""
+    lanes = 1 if opened.mesh is None else opened.rules.ways(opened.mesh, "batch")
+    if memory.weights != "device" and lanes > 1:
+        raise ValueError(
+            f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={lanes}: leave it "
+            "'device', or use data = 1."
+        )
+
+
+def _check_devices(opened: OpenedModel, memory: MemoryConfig) -> None:
+    """Raise ValueError for a mixture of experts on several devices, since it would be streamed."""
+    if (count := len(devices_of(opened.mesh))) > 1 and experts_of(opened.config):
+        raise ValueError(
+            f"{opened.folder}: streaming the experts of a mixture to {count} devices is not implemented, and "
+            f"weights={memory.weights!r} would: use one device, or weights='device'."
+        )
 
 
 def _place_experts(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Manifest
@@ -220,11 +220,15 @@ def open_model(
         dtype = devices.default_dtype(mesh)
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     _check_leaves(folder, manifest, description)
+    try:
+        fitting = fit(description.config, weights, mesh, rules, stored=description.quantization)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     return OpenedModel(
         folder=folder,
         manifest=manifest,
         description=description,
-        fitting=fit(description.config, weights, mesh, rules, stored=description.quantization),
+        fitting=fitting,
         weights=weights,
         mesh=mesh,
         rules=rules,
@@ -335,12 +339,29 @@ def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
     quantized = quantized_format(target.dtype)
     if quantized is None or quantized_format(array.dtype) == quantized:
         return {name: array}
-    matrix, scale = (_quantize_each if target.parts else quantize_matrix)(array, quantized)
+    matrix, scale = _quantize_each(array, quantized) if array.ndim == 3 else quantize_matrix(array, quantized)
     assert scale is not None
     return {name: matrix, scale_name(name): scale}
 
 
-@functools.partial(jax.jit, static_argnames="fmt")
 def _quantize_each(stack: jax.Array, fmt: QuantizedFormat) -> Weights:
-    """Quantise matrices one after the other: [E, N, K] of all of them in float32 may be too large."""
-    return jax.lax.map(lambda matrix: quantize_matrix(matrix, fmt), stack)
+    """Quantise matrices one after the other, each device its own: [E, N, K] of all in float32 may be too large."""
+    sharding = stack.sharding
+    if isinstance(sharding, NamedSharding) and (over := sharding.spec[0]) is not None:
+        return _quantize_in_turn(stack, fmt, sharding.mesh, (over,) if isinstance(over, str) else over)
+    return _quantize_in_turn(stack, fmt)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "mesh", "over"))
+def _quantize_in_turn(
+    stack: jax.Array, fmt: QuantizedFormat, mesh: Mesh | None = None, over: tuple[str, ...] = ()
+) -> Weights:
+    """Quantise matrices that are split over some axes of a mesh; within each of them the compiler sees to others."""
+
+    def in_turn(stack: jax.Array) -> Weights:
+        return jax.lax.map(lambda matrix: quantize_matrix(matrix, fmt), stack)
+
+    if over:
+        specs = PartitionSpec(over)
+        in_turn = jax.shard_map(in_turn, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(over))
+    return in_turn(stack)

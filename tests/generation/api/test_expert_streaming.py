@@ -11,6 +11,7 @@ from jaxinfer import LLM, FinishReason, SamplingParams
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
 from jaxinfer.models.files.loading import open_model, save_model
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
 from tests.tiny import CONFIG
 
@@ -134,3 +135,10 @@ def test_a_damaged_expert_ends_the_request_by_name_and_the_next_one_goes_on(mixt
     for file, content in kept.items():
         file.write_bytes(content)
     assert tokens(llm) == want
+
+
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_experts_are_not_streamed_to_several_devices(mixture, weights):
+    message = rf"mixture: streaming the experts of a mixture to 2 devices is not implemented, and weights='{weights}'"
+    with pytest.raises(ValueError, match=message):
+        LLM(mixture, weights=weights, mesh=MeshConfig(expert=2), **ONE)

@@ -37,7 +37,7 @@ from jaxinfer.streaming.prefetch import Prefetcher
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 """An engine of few programs, for one request at a time."""
@@ -242,14 +242,37 @@ def test_adapters(model_dir, tmp_path, dtype):
     assert results[0][0] != results[0][1]
 
 
-@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
-def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights):
+@pytest.mark.parametrize(
+    ("weights", "mesh"),
+    [
+        pytest.param("host", MeshConfig(tensor=2), marks=pytest.mark.slow),
+        ("disk", MeshConfig(tensor=2)),
+        pytest.param("disk", MeshConfig(expert=2), marks=pytest.mark.slow),
+        pytest.param("host", MeshConfig(expert=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param("disk", MeshConfig(expert=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights, mesh):
     want = generate(LLM(deep, **ONE), GREEDY)
-    llm = LLM(deep, weights=weights, mesh=MeshConfig(tensor=2), **ONE)
+    llm = LLM(deep, weights=weights, mesh=mesh, **ONE)
     assert generate(llm, GREEDY) == want
     arrays = fetched(llm)
-    assert all(shard.data.size == x.size // 2 for x in arrays for shard in x.addressable_shards if x.ndim > 1)
+    assert all(shard.data.size == x.size // mesh.size for x in arrays for shard in x.addressable_shards if x.ndim > 1)
     assert all(one.kind == "all-reduce" for one in exchanged(llm))
+
+
+@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
+def test_on_a_mesh_layers_have_leaves_of_their_own(tmp_path, weights):
+    """The first layer has more leaves than the second, in another order of shardings, and other widths to pad."""
+    plain = dataclasses.replace(CONFIG.mlp, hidden=45, gated=False)
+    config = dataclasses.replace(CONFIG, layer_mlps=(dataclasses.replace(plain, hidden=21, bias=True), plain))
+    want = generate(LLM(save_tiny(tmp_path / "m", config=config), **ONE), GREEDY)
+    llm = LLM(tmp_path / "m", weights=weights, mesh=MeshConfig(expert=2, tensor=2), **ONE)
+    assert generate(llm, GREEDY) == want
+    first, second = (llm.model.layer_shapes(layer) for layer in range(2))
+    assert len(first) > len(second)
+    assert [x.sharding for x in fetched(llm)] == [x.sharding for x in first]
 
 
 @pytest.mark.slow
