@@ -1,6 +1,7 @@
 """Generate with a model sharded over a device mesh that a TOML file describes.
 
     python examples/generate_on_mesh.py examples/demo_model --mesh examples/mesh.toml
+    python examples/generate_on_mesh.py examples/moe_demo_model --mesh examples/moe_mesh.toml
 
 On a machine without several accelerators the mesh consists of virtual CPU devices: nothing gets faster, but the
 shardings and collectives are the real ones.
@@ -17,21 +18,26 @@ import jax
 
 from jaxinfer import LLM, SamplingParams
 
-PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+PROMPTS = ['def read_lines(path):\n    """Return the lines of a file."""\n', "import os\nimport sys\n"]
+"""Lanes (`data = 2`) have one each."""
 
 
-def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[int], list[int]]:
+def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Generate on the mesh and on one device; return the token ids of both."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    llm = LLM(model, mesh=mesh_file, max_batch=1)
+    llm = LLM(model, mesh=mesh_file, max_batch=len(PROMPTS))
     for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:
         name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
         print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
-    on_mesh = llm.generate(PROMPT, params)[0].outputs[0]
-    print(f"--- on {len(llm.model.leaves['embed.table'].devices())} devices\n{PROMPT}{on_mesh.text}")
-    alone = LLM(model, max_batch=1).generate(PROMPT, params)[0].outputs[0]
-    print("--- one device generates", "the same" if alone.token_ids == on_mesh.token_ids else "something else")
-    return on_mesh.token_ids, alone.token_ids
+    on_mesh = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    print(f"--- on {len(llm.model.leaves['embed.table'].devices())} devices")
+    for prompt, completion in zip(PROMPTS, on_mesh, strict=True):
+        print(f"{prompt}{completion.text}\n---")
+    alone = LLM(model, max_batch=len(PROMPTS)).generate(PROMPTS, params)
+    tokens = [completion.token_ids for completion in on_mesh]
+    expected = [output.outputs[0].token_ids for output in alone]
+    print("one device generates", "the same" if tokens == expected else "something else")
+    return tokens, expected
 
 
 def main() -> None:

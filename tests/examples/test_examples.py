@@ -62,8 +62,29 @@ def test_stream_weights(model_dir, capsys, monkeypatch):
 
 
 def test_generate_on_mesh(model_dir, capsys, monkeypatch):
-    monkeypatch.setattr(generate_on_mesh, "PROMPT", "import os\n")  # few programs to compile
+    monkeypatch.setattr(generate_on_mesh, "PROMPTS", ["import os\n"])  # few programs to compile
     on_mesh, alone = generate_on_mesh.run(str(model_dir), str(ROOT / "examples/mesh.toml"), max_tokens=8)
+    assert on_mesh == alone
+    assert "on 2 devices" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["cheapest", "pcc"])
+def test_generate_with_experts_on_a_mesh(tmp_path, capsys, exchange):
+    text = (ROOT / "examples/moe_mesh.toml").read_text().replace("cheapest", exchange)
+    (tmp_path / "mesh.toml").write_text(text)
+    on_mesh, alone = generate_on_mesh.run(
+        str(ROOT / "examples/moe_demo_model"), str(tmp_path / "mesh.toml"), max_tokens=24
+    )
+    assert on_mesh == alone
+    assert len(on_mesh) == 2
+    assert "on 8 devices" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_generate_in_lanes(model_dir, tmp_path, capsys):
+    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\n")
+    on_mesh, alone = generate_on_mesh.run(str(model_dir), str(tmp_path / "mesh.toml"), max_tokens=24)
     assert on_mesh == alone
     assert "on 2 devices" in capsys.readouterr().out
 
