@@ -137,7 +137,15 @@ def fit(
 
 
 def _check_experts(config: DecoderConfig, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> None:
-    """Raise ValueError unless the experts of every layer divide over the devices: none is padded."""
+    """Raise ValueError unless the experts of every layer divide over the devices: none is padded.
+
+    Also for a rule of their exchange where there are none.
+    """
+    if rules.exchange != "cheapest" and not config.moe_layers:
+        raise ValueError(
+            f"ShardingRules.exchange={rules.exchange!r} is for a mixture of experts, and this model is dense; leave it "
+            "out."
+        )
     ways = rules.ways(mesh, "experts")
     for layer in config.moe_layers:
         moe = config.mlp_in(layer).moe

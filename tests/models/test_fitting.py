@@ -117,6 +117,11 @@ def test_experts_that_do_not_divide_are_refused():
     assert fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), rules).config.mlp_in(1).moe.router == MOE.router
 
 
+def test_an_exchange_of_experts_that_a_model_has_not_is_refused():
+    with pytest.raises(ValueError, match="exchange='pcc' is for a mixture of experts, and this model is dense"):
+        fitted(CONFIG, 2, rules=ShardingRules(exchange="pcc"))
+
+
 def test_rules_say_what_is_split():
     fitting = fitted(CONFIG, 4, rules=ShardingRules(vocab=None, heads=None, kv_heads=None))
     assert fitting.config == CONFIG
