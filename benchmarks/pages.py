@@ -80,6 +80,12 @@ CHECKS = {
     "touched and not resident (some are chosen often)",
     "streamed_vs_all_experts": "the same: tokens/s against reading all experts of each layer",
     "streamed_vs_disk": "bandwidth while experts are read, of fio's",
+    "pcc_wire_ratio": "on a mesh, L = 2, no choice dropped: bytes that PCC sends, of those of the plain "
+    "all-to-all; the largest on 2 to 16 devices",
+    "participants_exact": "layers whose exchanges are among as many devices as in the paper, and send as many bytes as "
+    "its formulas, to the byte",
+    "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens",
+    "lane_gain": "16 requests in two lanes of one thread each, against one lane of one thread",
     "import_ms": "`from jaxinfer import LLM`",
     "cold_first_token_s": "first token, nothing compiled before",
     "warm_first_token_s": "first token, programs kept from an earlier start",
@@ -199,6 +205,7 @@ def moe_section(result: Result) -> list[str]:
         _mlp_table(result["rows"]),
         "From disk, decoding one sequence of random tokens in float32:",
         _expert_streaming_table(result["rows"]),
+        *_meshes_of_experts(result["rows"]),
         checks_table(result),
     ]
 
@@ -234,6 +241,37 @@ def _expert_streaming_table(rows: list[dict[str, Any]]) -> str:
         if row["figure"] == "streaming"
     ]
     return table(["router", "experts", "GB", "were there", "tokens/s", "reading all", "GB/s, of fio's"], lines)
+
+
+EXCHANGES = ("all_to_all", "pcc", "pcc_all_gather", "all_gather")
+
+
+def _meshes_of_experts(rows: list[dict[str, Any]]) -> list[str]:
+    """Write what exchanges send on 16 devices, and the tokens per second of lanes, if they were measured."""
+    wire: dict[tuple[Any, ...], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row["figure"] == "exchange" and (row["p"], row["tensor"]) == (16, 1):
+            wire[row["capacity_factor"] or "", row["tokens"], row["L"]][row["exchange"]] = row["wire_bytes"]
+    if not wire:
+        return []
+    exchanges = [
+        [str(tokens), str(capacity), str(column), str(16 // column), *(f"{sent[name] / 1e3:.1f}" for name in EXCHANGES)]
+        for (capacity, tokens, column), sent in sorted(wire.items(), key=lambda item: (str(item[0][0]), *item[0][1:]))
+    ]
+    lanes = [
+        [row["way"], f"{row['tokens_per_s']:.0f}", f"{min(row['all']):.0f} to {max(row['all']):.0f}"]
+        for row in rows
+        if row["figure"] == "lanes"
+    ]
+    return [
+        "A layer of 16 experts top-2 of width 64 in float32 on 16 devices, one expert on each: kB that a device sends, "
+        "by its compiled program. L devices have the same T tokens; with p devices, p / L lanes have others. Rows of "
+        "capacity have 1.25 times an expert's even share of the choices; elsewhere an expert takes all T tokens.",
+        table(["T", "capacity", "L", "p / L", *(f"`{name}`" for name in EXCHANGES)], exchanges),
+        "16 requests of 32 tokens that continue for 64, a dense model of 56 M parameters in float32: tokens per "
+        "second, median and range of rounds in turn.",
+        table(["way", "tokens/s", "range"], lanes),
+    ]
 
 
 def streaming_section(result: Result) -> list[str]:

@@ -5,8 +5,9 @@
 Parts, in processes of their own where engines are compared: `kernels` has gating by tables against one-hot masks, and
 an MLP of experts against dense ones and against a loop over all experts; `models` has decode steps of a mixture against
 dense models of the active size and as large as the experts touched, and a random Qwen3-MoE against transformers and
-llama.cpp; `streaming` has a mixture whose experts come from disk, in an eighth of its memory. The JSON is rewritten
-after every figure.
+llama.cpp; `streaming` has a mixture whose experts come from disk, in an eighth of its memory; `meshes` has the bytes
+that devices exchange, the tokens of every family on meshes, and two lanes against one. The JSON is rewritten after
+every figure.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import importlib
 from benchmarks.report import Report
 from benchmarks.workers import add_options
 
-PARTS = ("kernels", "models", "streaming")
+PARTS = ("kernels", "models", "streaming", "meshes")
 """The modules that measure, each by its `run`."""
 
 
@@ -30,6 +31,7 @@ def main() -> None:
     report.print_header()
     for part in args.part or PARTS:
         importlib.import_module(f"benchmarks.moe.{part}").run(report, args)
+        report.row(figure="part", part=part, commit=report.commit)
         report.save(args.json)
     report.finish(args.json)
 
