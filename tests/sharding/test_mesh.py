@@ -85,6 +85,16 @@ def test_read_with_memory(tmp_path):
             r"ShardingRules.mlp=\('pipeline', 'tensor'\): nothing is split over 'pipeline', which is not impl",
         ),
         ("[mesh]\n[rules]\nvocab = 'tensro'", r"nothing is split over 'tensro', which is no axis of a mesh"),
+        (
+            "[mesh]\n[rules]\nheads = 'data'",
+            r"\[rules\]: ShardingRules.heads='data': devices along 'data' have other requ",
+        ),
+        ("[mesh]\n[rules]\nexchange = 'ragged'", r"\[rules\]: ShardingRules.exchange must be one of .*; got 'ragged'"),
+        ("[mesh]\n[rules]\nexchange = 2", "exchange must be one of .*; got 2"),
+        ("[mesh]\n[rules]\nexchange = ['pcc']", r"exchange must be one of .*; got \('pcc',\)"),
+        ("[mesh]\n[rules]\nexperts = ['expert', 'data']", "must have 'data' first"),
+        ("[mesh]\ndata = 0", "MeshConfig.data must be an integer >= 1, got 0"),
+        ("[mesh]\ndata = 1.5", "MeshConfig.data must be an integer >= 1, got 1.5"),
         ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),
         (
             "[mesh]\n[rules]\nmlp = 2",

@@ -343,6 +343,14 @@ def test_what_would_do_nothing_is_refused(model_dir, shape, rules, message):
         LLM(model_dir, mesh=mesh, rules=rules)
 
 
+def test_a_mesh_of_jax_with_its_axes_in_another_order(model_dir):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("tensor", "data"), axis_types=(AxisType.Auto,) * 2)
+    llm, params = LLM(model_dir, mesh=mesh, **ONE), SamplingParams(temperature=0, max_tokens=6)
+    assert generate(llm, params, PROMPTS[:2]) == generate(LLM(model_dir, **ONE), params, PROMPTS[:2])
+    assert len(llm.engine.scheduler.lanes) == 2
+
+
 def test_rules_are_given_once(model_dir, tmp_path):
     (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n[rules]\nvocab = []\n")
     with pytest.raises(ValueError, match=r"mesh.toml has a table \[rules\], and rules are given too"):
