@@ -73,10 +73,9 @@ def build_engine(
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, adapters = check_processors(logits_processors), None
-    lanes = count_lanes(model)
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
-        shapes = EncoderBuckets.from_config(config, lanes)
+        shapes = EncoderBuckets.from_config(config, model.lanes)
         scheduler, executor = EncoderScheduler(config, shapes), _encoder_executor(model, config, shapes, plan, clock)
     else:
         assert isinstance(config, EngineConfig)
@@ -93,9 +92,9 @@ def build_engine(
             DecoderScheduler(
                 config, buckets, PagePool(plan.num_pages, config.page_size), adapters, costs=costs, arrivals=arrivals
             )
-            for _ in range(lanes)
+            for _ in range(model.lanes)
         ]
-        scheduler = LaneScheduler(schedulers) if lanes > 1 else schedulers[0]
+        scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
         buckets = sliced_buckets(buckets, plan.max_chunks)
         executor = _decoder_executor(model, config, buckets, plan, costs, processors, clock)
     inputs = InputProcessor(
@@ -154,11 +153,6 @@ def _encoder_executor(
     return EncoderExecutor(
         config=config, buckets=buckets, passes=passes, programs=programs, clock=clock, costs=plan.costs
     )
-
-
-def count_lanes(opened: OpenedModel) -> int:
-    """Return how many lanes a model's mesh has."""
-    return 1 if opened.mesh is None else opened.rules.ways(opened.mesh, "batch")
 
 
 def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:

@@ -234,11 +234,10 @@ def plan_placement(
 
 def _check_lanes(opened: OpenedModel, memory: MemoryConfig) -> None:
     """Raise ValueError for a mesh with lanes unless all weights are to be on the devices."""
-    lanes = 1 if opened.mesh is None else opened.rules.ways(opened.mesh, "batch")
-    if memory.weights != "device" and lanes > 1:
+    if memory.weights != "device" and opened.lanes > 1:
         raise ValueError(
-            f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={lanes}: leave it "
-            "'device', or use data = 1."
+            f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={opened.lanes}: leave "
+            "it 'device', or use data = 1."
         )
 
 

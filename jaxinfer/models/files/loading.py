@@ -108,6 +108,11 @@ class OpenedModel:
         return devices.devices_of(self.mesh)[0].platform
 
     @property
+    def lanes(self) -> int:
+        """How many groups of its devices have different requests."""
+        return 1 if self.mesh is None else self.rules.ways(self.mesh, "batch")
+
+    @property
     def shapes(self) -> Mapping[str, Leaf]:
         """The leaves on the devices by name, in the order in which programs take them."""
         return canonical_leaves(self.config, self.weights)
