@@ -36,13 +36,12 @@ def config_of(name: str) -> ModelConfig:
 ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)]
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
 EXPERTS = [name for name in DECODERS if config_of(name).moe_layers]
-_DENSE = [name for name in NAMES if name not in EXPERTS]
 
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
 
 FEATURES = {
     "streamed": NAMES,
-    "on a mesh": _DENSE,
+    "on a mesh": NAMES,
     "speculation": DECODERS,
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,

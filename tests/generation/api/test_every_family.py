@@ -12,7 +12,7 @@ from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.models.config import BlockKind, QKNormScope
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import generate, logprob_errors
 from tests.models import goldens
 
@@ -89,6 +89,35 @@ def check_exchanges(llm, tensor):
                 (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
             )
             assert [c.kind for c in found if c not in sums] == ["all-gather"]
+
+
+def meshes_of(name):
+    """The meshes that the experts of a golden divide over, on at most eight devices."""
+    config = goldens.config_of(name)
+    count = config.mlp_in(config.moe_layers[0]).moe.router.experts
+    if count % 2:
+        return [{"expert": count}, {"data": count}]
+    return [{"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": count // 2 if count % 4 else 2}]
+
+
+OFTEN_ON_MESH = ("mixtral_plain", {"data": 2, "expert": 2})
+ON_MESHES = [
+    *[(name, mesh) for name in goldens.EXPERTS for mesh in meshes_of(name)],
+    *[(name, {"data": 2, "tensor": 2}) for name in ("gemma2_window", "gpt_neox_parallel")],
+]
+
+
+@pytest.mark.parametrize("exchange", ["cheapest", pytest.param("pcc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(*each, marks=() if each == OFTEN_ON_MESH else pytest.mark.slow) for each in ON_MESHES],
+    ids=str,
+)
+def test_experts_and_lanes(name, model, mesh, exchange):
+    """The greedy tokens of one device, and its log probabilities."""
+    alone, llm = LLM(model, **ONE), LLM(model, mesh=MeshConfig(**mesh), rules=ShardingRules(exchange=exchange), **ONE)
+    assert generate(llm, GREEDY, PROMPTS) == generate(alone, GREEDY, PROMPTS)
+    assert logprob_errors(llm, alone, GREEDY, PROMPTS).max() < 1e-4
 
 
 @goldens_of("speculation")

@@ -19,7 +19,7 @@ from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, logprob_errors, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 """An engine of few programs, for one request at a time."""
@@ -223,6 +223,7 @@ def test_an_encoder_merges_the_same_tokens(encoder_dir, tensor, rules):
 # In bfloat16 tokens may differ where two are nearly as likely. What is generated is as precise as on one device.
 
 
+THREE = MeshConfig(tensor=3)
 BY_LAYER = {"weights": "host", "max_batch": 1, "token_budget": 64, "chunk_size": 64}
 """One program for all layers of a kind, so that deep models compile quickly."""
 LONG_PROMPTS = [np.random.default_rng(seed).integers(0, 256, 128).tolist() for seed in range(2)]
@@ -260,9 +261,9 @@ def test_an_encoder_in_bfloat16(encoder_dir):
     assert split < 1.5 * alone
 
 
-def check_precision(path, exact, params, prompts=PROMPTS, *, tensor=3, rules=None, **options):
+def check_precision(path, exact, params, prompts=PROMPTS, *, mesh=THREE, rules=None, **options):
     """That several devices' log probabilities are as near to those in float32 as one device's, but for chance."""
-    split = LLM(path, dtype="bfloat16", mesh=MeshConfig(tensor=tensor), rules=rules, **options)
+    split = LLM(path, dtype="bfloat16", mesh=mesh, rules=rules, **options)
     errors = [
         logprob_errors(llm, exact, params, prompts).mean() for llm in (LLM(path, dtype="bfloat16", **options), split)
     ]
@@ -273,7 +274,7 @@ def check_precision(path, exact, params, prompts=PROMPTS, *, tensor=3, rules=Non
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor": 2, "kv_dtype": "int8"},
+        {"mesh": MeshConfig(tensor=2), "kv_dtype": "int8"},
         {"quantize": "int8"},
         {"quantize": "int4"},
         {"quantize": "fp8"},
@@ -319,6 +320,41 @@ def test_every_family_in_bfloat16(name, tmp_path):
     prompts = [np.random.default_rng(seed).integers(0, 50, 16).tolist() for seed in range(4)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     check_precision(tmp_path / name, LLM(tmp_path / name, **ONE), params, prompts, **ONE)
+
+
+# Mixtures of experts
+
+
+@pytest.fixture(scope="module", params=MOE_CONFIGS)
+def mixture(request, tmp_path_factory):
+    """A mixture whose widths are whole groups of int4, and its log probabilities in float32."""
+    config = MOE_CONFIGS[request.param]
+    mlps = tuple(wide(config.mlp_in(layer)) for layer in range(config.layers))
+    attention = dataclasses.replace(config.attention, q_heads=16, kv_heads=8, head_dim=16)
+    config = dataclasses.replace(config, embed=128, attention=attention, mlp=mlps[-1], layer_mlps=mlps)
+    path = save_tiny(tmp_path_factory.mktemp("models") / "mixture", config=config)
+    return path, LLM(path, **ONE)
+
+
+def wide(mlp):
+    moe = mlp.moe and dataclasses.replace(mlp.moe, shared_hidden=mlp.moe.shared_hidden and 512)
+    return dataclasses.replace(mlp, hidden=512 if moe is None else 256, moe=moe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(expert=2, tensor=2), MeshConfig(data=2, expert=2)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"quantize": q} for q in ("int8", "int4", "fp8")] + [{"dtype": "bfloat16"}], ids=str
+)
+def test_rounded_experts_are_as_precise_in_parts(mixture, mesh, options):
+    """Median errors are compared: where rounding chooses other experts, a token's error is of another size."""
+    path, exact = mixture
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [np.random.default_rng(seed).integers(0, 256, 40).tolist() for seed in range(4)]
+    alone, split = (
+        np.median(logprob_errors(LLM(path, mesh=on, **ONE, **options), exact, params, prompts)) for on in (None, mesh)
+    )
+    assert 0 < split < 1.5 * alone
 
 
 # Refusals
