@@ -28,8 +28,8 @@ from jaxinfer import LLM, MeshConfig, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models import config as c
+from jaxinfer.models.families import family_of
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.sharding import ShardingRules
@@ -181,7 +181,7 @@ def exchanges() -> Iterator[dict[str, Any]]:
             yield {"figure": "devices", **exchanged(layout, "pcc")}
 
 
-SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
+SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4, "context": 32}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1, 8, 2])
 DENSE = ("llama_plain", "gpt2_plain")
 FAMILY_MESHES = ({"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}, {"data": 2, "tensor": 2})
@@ -191,11 +191,12 @@ def families() -> Iterator[dict[str, Any]]:
     """Compare greedy tokens of every golden with experts, and of two dense ones, on one device and on meshes."""
     with tempfile.TemporaryDirectory() as temporary:
         for folder in sorted(path.parent for path in (ROOT / "tests" / "goldens").glob("*/config.json")):
-            path = Path(temporary) / folder.name
-            convert(folder, path)
-            config = Description.read(path).config
+            hf = json.loads((folder / "config.json").read_text())
+            config = family_of(hf).config(hf)
             if not isinstance(config, DecoderConfig) or not (config.moe_layers or folder.name in DENSE):
                 continue
+            path = Path(temporary) / folder.name
+            convert(folder, path)
             alone = greedy_tokens(path)
             for axes in FAMILY_MESHES:
                 mesh = MeshConfig(**axes)
@@ -270,6 +271,8 @@ def lane_rate(path: Path) -> float:
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"exchanges": exchanges, "families": families}
 """Parts that run on virtual devices, in a process each."""
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""What `families` compiles with, for longer than it runs."""
 
 
 def measure_exchanges(report: Report) -> None:
@@ -328,8 +331,10 @@ def measure_lanes(report: Report, rounds: int) -> None:
 
 def _rows_of(part: str) -> list[dict[str, Any]]:
     """Run a part on virtual devices, in a process of its own, and return its rows."""
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES if part == "exchanges" else 8)}
-    return run_module(__name__, part, NPROC="32", **environment)["rows"]
+    environment = {"JAX_PLATFORMS": "cpu", "NPROC": "32", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    if part == "families":
+        environment |= {"XLA_FLAGS": QUICK, "JAX_NUM_CPU_DEVICES": "4"}
+    return run_module(__name__, part, **environment)["rows"]
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
