@@ -1,10 +1,13 @@
 """The table in docs/kernels.md of which GPU runs what."""
 
+import pytest
+
 from benchmarks.kernel_support import markdown, support_of
 from benchmarks.kernel_table import PAGE
 from jaxinfer.compiled.target import Target
 
 
+@pytest.mark.slow
 def test_the_table_is_true():
     supports = {}
     for target in map(Target.load, Target.names()):

@@ -201,7 +201,7 @@ def run(start, faults):
     run_state_machine_as_test(
         lambda: Machine(start, faults),
         settings=settings(
-            max_examples=6,
+            max_examples=4,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

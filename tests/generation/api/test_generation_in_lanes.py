@@ -11,7 +11,7 @@ from jaxinfer.sharding import MeshConfig
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, generate, logprob_errors, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
 
 LANES, SPLIT = MeshConfig(data=2), MeshConfig(data=2, tensor=2)
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -110,13 +110,26 @@ def test_lanes_of_several_devices(split, alone):
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_speculation(model_dir, mesh, kv_dtype):
     """A lane whose rows have speculative tokens beside one whose rows have none."""
-    options = {"num_speculative_tokens": 4, "kv_dtype": kv_dtype, **SIZES}
+    options = {**SIZES, "num_speculative_tokens": 4, "kv_dtype": kv_dtype, "max_batch": 1}
     bias = dict.fromkeys((5, 6, 7, 8, 9), 6.0)  # makes the model repeat itself
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias=bias), GREEDY]
     prompts = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9]]
     alone, llm = LLM(model_dir, **options), LLM(model_dir, mesh=mesh, **options)
     assert generate(llm, params, prompts) == generate(alone, params, prompts)
     assert llm.stats().accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [LANES, MeshConfig(data=2, expert=2), SPLIT], ids=str)
+def test_loads_of_experts(tmp_path, mesh):
+    """All lanes have a part of the experts, and go on until the last one ends."""
+    path = save_tiny(tmp_path / "moe", config=MOE_CONFIGS["shared"])
+    options = {**SIZES, "max_batch": 1, "context": 64, "max_decode_passes": 4, "expert_load": True}
+    alone, lanes = (LLM(path, mesh=mesh, **options).generate(PROMPTS, UNEQUAL) for mesh in (None, mesh))
+    for (expected,), (completion,) in ((a.outputs, b.outputs) for a, b in zip(alone, lanes, strict=True)):
+        assert completion.token_ids == expected.token_ids
+        np.testing.assert_array_equal(completion.expert_load.tokens, expected.expert_load.tokens)
+        assert not completion.expert_load.dropped.any()
 
 
 # What goes wrong
