@@ -261,11 +261,11 @@ def test_an_encoder_in_bfloat16(encoder_dir):
     assert split < 1.5 * alone
 
 
-def check_precision(path, exact, params, prompts=PROMPTS, *, mesh=THREE, rules=None, **options):
+def check_precision(path, exact, params, prompts=PROMPTS, *, mesh=THREE, rules=None, average=np.mean, **options):
     """That several devices' log probabilities are as near to those in float32 as one device's, but for chance."""
     split = LLM(path, dtype="bfloat16", mesh=mesh, rules=rules, **options)
     errors = [
-        logprob_errors(llm, exact, params, prompts).mean() for llm in (LLM(path, dtype="bfloat16", **options), split)
+        average(logprob_errors(llm, exact, params, prompts)) for llm in (LLM(path, dtype="bfloat16", **options), split)
     ]
     assert 0 < errors[1] < 1.5 * errors[0]
 
@@ -316,10 +316,12 @@ def test_adapters_in_bfloat16(model_dir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in goldens.FEATURES["on a mesh"] if name in goldens.DECODERS])
 def test_every_family_in_bfloat16(name, tmp_path):
+    """Of mixtures most tokens: rounding makes a few choose other experts, on one device too, and these are far off."""
     convert(goldens.DIRECTORY / name, tmp_path / name)
     prompts = [np.random.default_rng(seed).integers(0, 50, 16).tolist() for seed in range(4)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    check_precision(tmp_path / name, LLM(tmp_path / name, **ONE), params, prompts, **ONE)
+    average = np.median if name in goldens.EXPERTS else np.mean
+    check_precision(tmp_path / name, LLM(tmp_path / name, **ONE), params, prompts, average=average, **ONE)
 
 
 # Mixtures of experts
