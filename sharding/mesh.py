@@ -57,10 +57,11 @@ class MeshConfig:
             devices = jax.devices()[: self.size]
             more = f", or set JAX_NUM_CPU_DEVICES={self.size}" if jax.default_backend() == "cpu" else ""
         if len(devices) != self.size:
-            ways = ", ".join(f"{axis}={getattr(self, axis)}" for axis in self.AXES if getattr(self, axis) > 1)
+            ways = {axis: size for axis in self.AXES if (size := getattr(self, axis)) > 1}
+            given = ", ".join(f"{axis}={size}" for axis, size in ways.items())
             raise ValueError(
-                f"mesh {ways} needs {self.size} devices, and there {'is' if len(devices) == 1 else 'are'} "
-                f"{len(devices)}: lower {' or '.join(self.IMPLEMENTED)}{more}."
+                f"mesh {given} needs {self.size} devices, and there {'is' if len(devices) == 1 else 'are'} "
+                f"{len(devices)}: lower {' or '.join(ways or self.IMPLEMENTED)}{more}."
             )
         shape = tuple(getattr(self, axis) for axis in self.AXES)
         # Placing arrays needs Auto axes. Model programs are traced inside `jax.shard_map`, which makes them Manual.

@@ -105,7 +105,10 @@ def test_layers_for_a_mesh_that_is_not_here_are_written_by_the_cpu(tmp_path):
         (["--mesh", "tensor=2"], "--mesh says how layers are written: add --layout streaming"),
         (["--layer-files", "there"], "--layer-files says how layers are written: add --layout streaming"),
         (["--layout", "streaming", "--mesh", "tensor=99"], "needs 99 devices"),
-        (["--layout", "streaming", "--mesh", "data=2"], "data=2"),
+        (
+            ["--layout", "streaming", "--mesh", "data=2"],
+            "--mesh data=2: layers are not streamed to lanes; set data = 1.",
+        ),
         (["--layout", "streaming", "--mesh", "bad.toml"], "[memory]: unknown field 'weigths'"),
     ],
 )
@@ -115,6 +118,14 @@ def test_what_cannot_run_is_refused_before_anything_is_converted(tmp_path, monke
     done = _run("convert", GOLDEN, "model", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_experts_are_not_written_for_several_devices(tmp_path):
+    mixture = GOLDEN.parent / "mixtral_plain"
+    done = _run("convert", mixture, tmp_path / "model", "--layout", "streaming", "--mesh", "expert=2")
+    assert done.exit_code == 2
+    assert "--mesh expert=2: the experts of a mixture are not streamed to several devices" in done.stderr
     assert not (tmp_path / "model").exists()
 
 
