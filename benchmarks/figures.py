@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.coserve import plots as coserve
+from benchmarks.moe.plots import draw_exchange
 from benchmarks.otas import figures as otas
 from benchmarks.pages import RESULTS
 from benchmarks.report import ROOT
@@ -15,7 +16,7 @@ from jaxinfer.evaluation.figures import write_figure
 
 DOCS = ROOT / "docs"
 MACHINE, OTHER_MACHINE = "amd-avx512", "intel-amx"
-"""The results that are drawn: folders of `benchmarks/results`. The second has those with peers that stream."""
+"""The results that are drawn: folders of `benchmarks/results`. The second has mixtures, and peers that stream."""
 
 
 def draw(docs: Path) -> None:
@@ -30,6 +31,7 @@ def draw(docs: Path) -> None:
     otas.draw_all(read(MACHINE, "otas"), docs / "otas")  # which draws again what it has, too
     curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, OTHER_MACHINE)])
     write_figure(docs / "streaming-batch.svg", curves)
+    write_figure(docs / "benchmarks" / "expert-exchange.svg", draw_exchange(read(OTHER_MACHINE, "moe")))
 
 
 if __name__ == "__main__":
