@@ -181,20 +181,17 @@ def exchanges() -> Iterator[dict[str, Any]]:
             yield {"figure": "devices", **exchanged(layout, "pcc")}
 
 
-SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4, "context": 32}
+SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4, "context": 24}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1, 8, 2])
-DENSE = ("llama_plain", "gpt2_plain")
+GOLDENS = ROOT / "tests" / "goldens"
+DENSE = ("llama_llama3", "gpt2_tied")
 FAMILY_MESHES = ({"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}, {"data": 2, "tensor": 2})
 
 
 def families() -> Iterator[dict[str, Any]]:
     """Compare greedy tokens of every golden with experts, and of two dense ones, on one device and on meshes."""
     with tempfile.TemporaryDirectory() as temporary:
-        for folder in sorted(path.parent for path in (ROOT / "tests" / "goldens").glob("*/config.json")):
-            hf = json.loads((folder / "config.json").read_text())
-            config = family_of(hf).config(hf)
-            if not isinstance(config, DecoderConfig) or not (config.moe_layers or folder.name in DENSE):
-                continue
+        for folder, config in compared().items():
             path = Path(temporary) / folder.name
             convert(folder, path)
             alone = greedy_tokens(path)
@@ -210,6 +207,17 @@ def families() -> Iterator[dict[str, Any]]:
                     "split_over": split,
                     "equal": equal,
                 }
+
+
+def compared() -> dict[Path, DecoderConfig]:
+    """Return the goldens with experts, and the two dense ones, with their configs."""
+    configs = {}
+    for folder in sorted(path.parent for path in GOLDENS.glob("*/config.json")):
+        hf = json.loads((folder / "config.json").read_text())
+        config = family_of(hf).config(hf)
+        if isinstance(config, DecoderConfig) and (config.moe_layers or folder.name in DENSE):
+            configs[folder] = config
+    return configs
 
 
 def split_of_experts(config: DecoderConfig, mesh: MeshConfig) -> tuple[str, ...] | None:

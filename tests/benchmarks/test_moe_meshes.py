@@ -1,9 +1,13 @@
 """The benchmark of mixtures on meshes: what it reads from compiled layers, and what it makes of it."""
 
+import json
+
 import pytest
 
+from benchmarks import pages
 from benchmarks.moe import meshes
-from benchmarks.moe.meshes import EXCHANGES, Layout, exchanged, ratios, split_of_experts
+from benchmarks.moe.meshes import DENSE, EXCHANGES, Layout, compared, exchanged, ratios, split_of_experts
+from benchmarks.report import ROOT
 from jaxinfer.models.presets import preset
 from jaxinfer.sharding import MeshConfig
 
@@ -33,6 +37,14 @@ def test_pcc_halves_what_two_devices_with_the_same_tokens_send():
     assert (row["L"], row["ratio"]) == (2, 0.5)
 
 
+def test_every_family_with_experts_is_compared_and_two_dense_ones():
+    configs = {folder.name: config for folder, config in compared().items()}
+    assert {name for name, config in configs.items() if not config.moe_layers} == set(DENSE)
+    assert {name.rsplit("_", 1)[0] for name in configs if name not in DENSE} == {
+        *("dots1", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    }
+
+
 @pytest.mark.parametrize(
     ("axes", "split"),
     [
@@ -44,3 +56,10 @@ def test_pcc_halves_what_two_devices_with_the_same_tokens_send():
 )
 def test_experts_are_split_over_the_axes_that_divide_them(axes, split):
     assert split_of_experts(preset("mixtral-8x7b"), MeshConfig(**axes)) == split
+
+
+def test_the_page_has_tables_of_the_recorded_exchanges():
+    result = json.loads((ROOT / "benchmarks/results/intel-amx/moe.json").read_text())
+    text = "\n".join(pages.moe_section(result))
+    assert "| 8 |  | 2 | 8 | 61.4 | 30.7 |" in text
+    assert "two lanes, one thread each" in text
