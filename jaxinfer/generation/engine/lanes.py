@@ -1,9 +1,10 @@
 """The scheduler of a mesh with several lanes, which run a step together: one scheduler for each of them."""
 
+import dataclasses
 from collections.abc import Sequence as Ordered
 
 from jaxinfer.generation.engine.allocation import Allocation
-from jaxinfer.generation.engine.batch import Batch, StepOutput
+from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.stats import SchedulerStats
@@ -24,6 +25,7 @@ class LaneScheduler:
 
     def __init__(self, lanes: Ordered[DecoderScheduler]):
         self.lanes = tuple(lanes)
+        self._failures: list[Failure] = []  # in no step yet: the lane after theirs may have failed to schedule
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
@@ -60,15 +62,16 @@ class LaneScheduler:
     def schedule(self, max_passes: int | None = None) -> Batch:
         """Return the next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
-        batches = [lane.schedule(max_passes) for lane in self.lanes]
+        batches = []
+        for lane in self.lanes:
+            batches.append(lane.schedule(max_passes))
+            self._failures += batches[-1].failures
         prefills = any(batch.chunks for batch in batches)
         passes = 1 if prefills else min((batch.passes for batch in batches if batch.rows), default=1)
-        return Batch.of_lanes(
-            [
-                lane.shorten(batch, passes, speculates=not prefills)
-                for lane, batch in zip(self.lanes, batches, strict=True)
-            ]
-        )
+        parts = zip(self.lanes, batches, strict=True)
+        joined = Batch.of_lanes(lane.shorten(batch, passes, speculates=not prefills) for lane, batch in parts)
+        failures, self._failures = tuple(self._failures), []
+        return dataclasses.replace(joined, failures=failures)
 
     def _balance(self) -> None:
         """Move sequences that wait for a slot to lanes that have slots for which none waits."""

@@ -250,3 +250,24 @@ def test_lanes_share_adapters(tmp_path):
     adapters.check_integrity()
     assert [index for index, _ in simulation.uploads] == [1] * len(simulation.uploads)
     assert 2 <= len(simulation.uploads) <= 4
+
+
+def test_a_request_that_cannot_run_ends_though_the_next_lane_fails(tmp_path, monkeypatch):
+    adapters = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
+    pair = random_pair(32, 32, 2, np.random.default_rng(0))
+    folder = save_adapter(tmp_path / "broken", {"model.layers.0.self_attn.q_proj": pair})
+    adapters.register("broken", folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    simulation = Simulation(Random(0), 2, adapters=adapters)
+    broken, fine = simulation.add([0, 1], adapter="broken"), simulation.add([1, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(simulation.scheduler.lanes[1], "_buckets", None)
+        with pytest.raises(AttributeError):
+            simulation.scheduler.schedule()
+    simulation.scheduler.restart()
+    (failure,) = simulation.scheduler.schedule().failures
+    assert failure.sequence is broken
+    simulation.scheduler.restart()
+    while simulation.step():
+        pass
+    assert fine.token_ids == alone(fine)
