@@ -144,6 +144,13 @@ class Allocator:
             return 0
         return self.pages.count_cached_tokens(_root(sequence), sequence.token_ids[:-1])
 
+    def has_room(self, sequence: Sequence, *, spare: int) -> bool:
+        """Check that there are a slot and pages for a sequence; `spare` pages stay free for others."""
+        count, known = self.pages.pages_for(len(sequence.token_ids)), sequence.token_ids[:-1]
+        if self._reuses(sequence):
+            count -= self.pages.count_shared_pages(_root(sequence), known)
+        return self.free_slots > 0 and count + spare <= self.pages.free
+
     def _reuses(self, sequence: Sequence) -> bool:
         return self.config.prefix_caching and not _needs_every_token(sequence)
 
@@ -218,6 +225,11 @@ class Allocator:
             self._release_adapter(allocation.sequence)
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
+
+    def has_adapter(self, sequence: Sequence) -> bool:
+        """Check that a sequence's adapter is on the devices, or it needs none."""
+        name = sequence.params.adapter
+        return name is None or self.adapters is None or name in self.adapters
 
     def prefetch(self, sequence: Sequence) -> None:
         """Begin to read a waiting sequence's adapter from disk."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Ordered
 from jaxinfer.generation.engine.allocation import Allocation
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.engine.scheduler import DecoderScheduler, PreparedStep, choose_passes
 from jaxinfer.generation.engine.stats import SchedulerStats
 
 PREFIX_WEIGHT = 4
@@ -16,8 +16,8 @@ PREFIX_WEIGHT = 4
 class LaneScheduler:
     """Queues, slots and pages of several lanes; no arrays.
 
-    A sequence stays in its lane from when it is admitted. A step is one program for all lanes: what each has chosen is
-    cut to what all can run, which is one plain pass as soon as one of them has chunks of prompts.
+    A sequence stays in its lane while it runs. A step is one program for all lanes, which make equally many passes: one
+    if any has chunks of prompts, else what the rows with most to come can use. A lane whose rows have ended idles.
 
     Args:
       lanes: their schedulers, which share the order of arrival and the adapters on the devices.
@@ -25,7 +25,7 @@ class LaneScheduler:
 
     def __init__(self, lanes: Ordered[DecoderScheduler]):
         self.lanes = tuple(lanes)
-        self._failures: list[Failure] = []  # in no step yet: the lane after theirs may have failed to schedule
+        self._failures: list[Failure] = []  # in no step yet: the lane after theirs may have failed
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
@@ -62,33 +62,44 @@ class LaneScheduler:
     def schedule(self, max_passes: int | None = None) -> Batch:
         """Return the next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
-        batches = []
+        steps = self._prepare()
+        passes, speculates = choose_passes(self.lanes, steps, max_passes)
+        parts = zip(self.lanes, steps, strict=True)
+        batch = Batch.of_lanes([lane.finish(step, passes, speculates=speculates) for lane, step in parts])
+        batch = dataclasses.replace(batch, failures=tuple(self._failures))
+        self._failures = []
+        return batch
+
+    def _prepare(self) -> list[PreparedStep]:
+        """Prepare the steps of all lanes.
+
+        An adapter that is yet to come has a place once those that came before it in the order are used no longer: so
+        until then no lane uses one for a later sequence.
+        """
+        orders = [order for lane in self.lanes if (order := lane.order_of_next_adapter) is not None]
+        adapters_before, steps = min(orders, default=None), []
         for lane in self.lanes:
-            batches.append(lane.schedule(max_passes))
-            self._failures += batches[-1].failures
-        prefills = any(batch.chunks for batch in batches)
-        passes = 1 if prefills else min((batch.passes for batch in batches if batch.rows), default=1)
-        parts = zip(self.lanes, batches, strict=True)
-        joined = Batch.of_lanes(lane.shorten(batch, passes, speculates=not prefills) for lane, batch in parts)
-        failures, self._failures = tuple(self._failures), []
-        return dataclasses.replace(joined, failures=failures)
+            wait = not any(other.running for other in self.lanes)
+            steps.append(lane.prepare(wait=wait, adapters_before=adapters_before))
+            self._failures += steps[-1].failures
+        return steps
 
     def _balance(self) -> None:
-        """Move sequences that wait for a slot to lanes that have slots for which none waits."""
+        """Move sequences that their lane has no slot or no pages for to lanes that have, and for which none waits."""
         for lane in self.lanes:
-            while lane.is_full and lane.can_hand_over:
-                free = next((other for other in self.lanes if other.is_idle), None)
-                if free is None:
-                    return
-                lane.hand_over(free)
+            while (first := lane.movable) is not None and not lane.can_admit(first):
+                others = [other for other in self.lanes if other.open_slots > 0 and other.can_admit(first)]
+                if not others:
+                    break
+                lane.hand_over(first, max(others, key=lambda other: other.open_slots))
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
         """Release what has finished in each lane, after a step's results are in its sequences."""
-        outputs = iter(output.outputs)
+        outputs, most = iter(output.outputs), max(len(part.rows) for part in batch.lanes)
         chunks = [[next(outputs) for _ in part.chunks] for part in batch.lanes]
         rows = [[next(outputs) for _ in part.rows] for part in batch.lanes]
         for lane, part, *results in zip(self.lanes, batch.lanes, chunks, rows, strict=True):
-            lane.commit(part, StepOutput(outputs=[*results[0], *results[1]]))
+            lane.commit(part, StepOutput(outputs=[*results[0], *results[1]]), rows=most)
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request in all lanes. Returns its sequences that had not left yet."""

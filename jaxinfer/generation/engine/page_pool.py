@@ -113,6 +113,10 @@ class PagePool:
         """Return how many leading `tokens` full pages have; references and the order of use stay as they are."""
         return len(self._full_nodes(root, tokens)) * self.page_size
 
+    def count_shared_pages(self, root: Hashable, tokens: Sequence[int]) -> int:
+        """Return how many full pages along the tokens have references, so that sharing them takes no free page."""
+        return sum(node.page in self._ref_counts for node in self._full_nodes(root, tokens))
+
     def _full_nodes(self, root: Hashable, tokens: Sequence[int]) -> list[Node]:
         """Return the full pages along the tokens."""
         size, parent, nodes = self.page_size, root, []

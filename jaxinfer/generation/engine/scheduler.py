@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Ordered
 
 import numpy as np
 
@@ -41,6 +42,23 @@ def check_context(request: Request, context: int) -> None:
         raise ValueError(
             f"The prompt has {count} tokens; the context of {context} {why}. Shorten the prompt or raise the context."
         )
+
+
+@dataclasses.dataclass(kw_only=True)
+class PreparedStep:
+    """The next step of a lane, before its passes are chosen.
+
+    Attributes:
+      decoding: what decodes.
+      chunks: chunks of prompts.
+      admissions: sequences that have just got their slot.
+      failures: sequences that cannot run.
+    """
+
+    decoding: list[Allocation]
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    admissions: list[Admission] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
 class DecoderScheduler:
@@ -129,45 +147,36 @@ class DecoderScheduler:
     # Among lanes
 
     @property
-    def is_full(self) -> bool:
-        """Whether all slots are taken."""
-        return not self._allocator.free_slots
+    def open_slots(self) -> int:
+        """How many free slots there are beyond those that the waiting sequences can take; negative if too few."""
+        return self._allocator.free_slots - len(self.waiting)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there is a free slot, and none waits for it."""
-        return not self.is_full and not len(self.waiting)
+    def movable(self) -> Allocation | None:
+        """The first that waits, if the steps in flight do not have it; another lane may take it."""
+        first = self.waiting.first
+        return None if first is None or first.max_in_flight else first
 
     @property
-    def can_hand_over(self) -> bool:
-        """Whether a sequence waits of which no step is in flight."""
-        return (first := self.waiting.first) is not None and not first.max_in_flight
+    def order_of_next_adapter(self) -> tuple[int, int] | None:
+        """The place in the order of the first that waits, if there is a slot for it and its adapter is yet to come."""
+        first = self.waiting.first
+        if first is None or not self._allocator.free_slots or self._allocator.has_adapter(first.sequence):
+            return None
+        return first.order
 
-    def hand_over(self, other: "DecoderScheduler") -> None:
-        """Move the first sequence that waits to another lane, where it keeps its place in the order."""
-        allocation = self.waiting.first
-        assert allocation is not None
+    def can_admit(self, allocation: Allocation) -> bool:
+        """Check whether a waiting sequence, of this lane or another, finds a slot and pages here."""
+        return self._allocator.has_room(allocation.sequence, spare=len(self.running))
+
+    def hand_over(self, allocation: Allocation, other: "DecoderScheduler") -> None:
+        """Move a waiting sequence to another lane, where it keeps its place in the order."""
         other._enter(allocation)  # first: an interrupt must not lose it
         self._remove(allocation)
 
     def cached_share(self, sequence: Sequence) -> float:
         """Return the share of a sequence's tokens that full cached pages have, from 0 to 1."""
         return self._allocator.count_cached_tokens(sequence) / max(len(sequence.token_ids), 1)
-
-    def shorten(self, batch: Batch, passes: int, *, speculates: bool) -> Batch:
-        """Return a step that was scheduled last with fewer passes; rows keep the pages that they got for more.
-
-        speculates: whether passes may have speculative tokens.
-        """
-        if not batch.rows or (batch.passes == passes and (speculates or not batch.num_speculative_tokens)):
-            return batch
-        rows, speculative = batch.rows, batch.num_speculative_tokens
-        if not speculates:
-            rows, speculative = tuple(row._replace(num_speculative_tokens=0) for row in rows), 0
-        shorter = dataclasses.replace(batch, rows=rows, passes=passes, num_speculative_tokens=speculative)
-        self._count_in_flight(batch, -1)
-        self._count_in_flight(shorter, 1)
-        return shorter
 
     # A step
 
@@ -181,35 +190,73 @@ class DecoderScheduler:
           max_passes: the most passes of a decode step; a bitmask or a lack of pages may reduce them. None: the
             config's limit.
         """
+        step = self.prepare()
+        passes, speculates = choose_passes([self], [step], max_passes)
+        return self.finish(step, passes, speculates=speculates)
+
+    def prepare(self, *, wait: bool = True, adapters_before: tuple[int, int] | None = None) -> "PreparedStep":
+        """Choose what the next step runs, apart from its passes; each row has a page for its next token.
+
+        Args:
+          wait: whether to wait for an adapter's files if nothing runs.
+          adapters_before: of the sequences with adapters, only those before this place in the order are admitted, or
+            at it; None: any.
+        """
         self._allocator.begin_step()
         preempted = self.preemptions
-        decoding, chunks = self._decoding(), []
-        admissions: list[Admission] = []
-        failures: list[Failure] = []
+        step = PreparedStep(decoding=self._decoding())
         room = self._chunk_room()
         for allocation in self._prefilling():
-            chunks += self._chunks(allocation, room - len(chunks))
-        while self.preemptions == preempted and len(chunks) < room:
-            match self._admit_next():
+            step.chunks += self._chunks(allocation, room - len(step.chunks))
+        while self.preemptions == preempted and len(step.chunks) < room:
+            match self._admit_next(wait=wait, adapters_before=adapters_before):
                 case None:
                     break
                 case Failure() as failure:
-                    failures.append(failure)
+                    step.failures.append(failure)
                 case Admission() as admission:
-                    admissions.append(admission)
+                    step.admissions.append(admission)
                     allocation = self._allocations[admission.sequence]
                     if admission.decodes:
-                        decoding.append(allocation)
-                    chunks += self._chunks(allocation, room - len(chunks))
-        passes, speculative = (1, 0) if chunks or self.needs_host_sync else self._passes(decoding, max_passes)
+                        step.decoding.append(allocation)
+                    step.chunks += self._chunks(allocation, room - len(step.chunks))
+        return step
+
+    def useful_passes(self, step: "PreparedStep", rows: int, max_passes: int | None) -> int:
+        """Return how many passes of a decode step with so many rows, at most, are wanted for this one's rows."""
+        seconds = self._costs.seconds(self._bucket(rows))  # None: one pass, to learn what it costs
+        affordable = 1 if seconds is None else max(1, int(STEP_SECONDS / seconds))
+        remaining = max((allocation.max_remaining for allocation in step.decoding), default=1)
+        return min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
+
+    def possible_passes(self, step: "PreparedStep", passes: int) -> int:
+        """Return how many passes, at most so many, the free pages allow."""
+        speculative = self._speculative_tokens(step)
+        while passes > 1 and not self._fits(step, passes, speculative):
+            passes //= 2
+        return passes
+
+    def finish(self, step: "PreparedStep", passes: int, *, speculates: bool) -> Batch:
+        """Give the rows their pages and return the batch, which is from now on in flight.
+
+        Args:
+          step: what `prepare` has returned last.
+          passes: at most as many as `possible_passes` allows.
+          speculates: whether passes may have speculative tokens; they have none if pages are too few.
+        """
+        speculative = self._speculative_tokens(step) if speculates else 0
+        if speculative and not self._fits(step, passes, speculative):
+            speculative = 0
+        for allocation in step.decoding:
+            self._allocator.extend(allocation, _length(allocation) + passes * (1 + speculative) - 1)
         batch = Batch(
-            admissions=tuple(admissions),
-            adapter_uploads=self._uploads() if chunks or decoding else (),
-            chunks=tuple(chunks),
-            rows=tuple(self._row(allocation, speculative) for allocation in decoding),
+            admissions=tuple(step.admissions),
+            adapter_uploads=self._uploads() if step.chunks or step.decoding else (),
+            chunks=tuple(step.chunks),
+            rows=tuple(self._row(allocation, speculative) for allocation in step.decoding),
             passes=passes,
             num_speculative_tokens=speculative,
-            failures=tuple(failures),
+            failures=tuple(step.failures),
         )
         self._count_in_flight(batch, 1)
         return batch
@@ -266,15 +313,17 @@ class DecoderScheduler:
             )
         return chunks
 
-    def _admit_next(self) -> Admission | Failure | None:
+    def _admit_next(self, *, wait: bool, adapters_before: tuple[int, int] | None) -> Admission | Failure | None:
         """Admit the first waiting sequence; None if it has to wait, or none waits."""
         allocation = self.waiting.first
         if allocation is None or not self._allocator.free_slots or allocation.max_in_flight:
             return None
+        if adapters_before is not None and allocation.sequence.params.adapter and allocation.order > adapters_before:
+            return None
         try:
             # Spares a page for each running sequence, so that none is preempted at once.
             running = len(self.running)
-            admission = self._allocator.admit(allocation, spare=running, wait=not running)
+            admission = self._allocator.admit(allocation, spare=running, wait=wait and not running)
         except Exception as error:  # its adapter cannot be read: only this request fails
             self._remove(allocation)
             return Failure(allocation.sequence, str(error))
@@ -283,29 +332,16 @@ class DecoderScheduler:
             self.running.append(allocation)
         return admission
 
-    def _passes(self, decoding: list[Allocation], max_passes: int | None) -> tuple[int, int]:
-        """Choose the passes of a decode step and the speculative tokens in each; gives all rows their pages."""
-        if not decoding:
-            return 1, 0
-        speculative = max(_speculative_tokens(allocation) for allocation in decoding)
-        speculative = self.config.num_speculative_tokens if speculative else 0
-        seconds = self._costs.seconds(self._bucket(decoding))  # None: one pass, to learn what it costs
-        affordable = 1 if seconds is None else max(1, int(STEP_SECONDS / seconds))
-        remaining = max(allocation.max_remaining for allocation in decoding)
-        passes = min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
+    def _speculative_tokens(self, step: "PreparedStep") -> int:
+        """Return how many speculative tokens a pass may have."""
+        speculates = any(_speculative_tokens(allocation) > 0 for allocation in step.decoding)
+        return self.config.num_speculative_tokens if speculates else 0
 
-        if (passes, speculative) == (1, 0):  # such a pass has its pages already
-            return passes, speculative
-
-        def length(allocation: Allocation) -> int:
-            return _length(allocation) + passes * (1 + speculative) - 1
-
-        while sum(self._allocator.missing_pages(a, length(a)) for a in decoding) > self.pages.free:
-            assert (passes, speculative) != (1, 0), "one plain pass has its pages already"
-            passes, speculative = (passes // 2, speculative) if passes > 1 else (1, 0)
-        for allocation in decoding:
-            self._allocator.extend(allocation, length(allocation))
-        return passes, speculative
+    def _fits(self, step: "PreparedStep", passes: int, speculative: int) -> bool:
+        """Check whether there are pages for so many passes."""
+        ahead = passes * (1 + speculative) - 1
+        missing = (self._allocator.missing_pages(a, _length(a) + ahead) for a in step.decoding)
+        return sum(missing) <= self.pages.free
 
     def _row(self, allocation: Allocation, speculative: int) -> DecodeRow:
         bitmask, error = _token_bitmask(allocation.sequence)
@@ -318,9 +354,9 @@ class DecoderScheduler:
             num_speculative_tokens=min(speculative, _speculative_tokens(allocation)),
         )
 
-    def _bucket(self, rows: Sized) -> int:
+    def _bucket(self, rows: int) -> int:
         """Return the number of rows that a decode step is padded to."""
-        return round_up(len(rows), self._buckets.decode_rows)
+        return round_up(rows, self._buckets.decode_rows)
 
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
@@ -331,11 +367,14 @@ class DecoderScheduler:
 
     # After a step
 
-    def commit(self, batch: Batch, output: StepOutput) -> None:
-        """Release what has finished, after a step's results are in its sequences."""
+    def commit(self, batch: Batch, output: StepOutput, *, rows: int | None = None) -> None:
+        """Release what has finished, after a step's results are in its sequences.
+
+        rows: of the lane with the most, to which the others were padded; None: those of the batch.
+        """
         self._count_in_flight(batch, -1)
         if batch.num_speculative_tokens:
-            self._learn(batch, output)
+            self._learn(batch, output, len(batch.rows) if rows is None else rows)
         for sequence in batch.sequences:
             allocation = self._allocations.get(sequence)
             if allocation is None:  # given up meanwhile
@@ -345,9 +384,9 @@ class DecoderScheduler:
             elif allocation.running and not allocation.prefilling:
                 self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
 
-    def _learn(self, batch: Batch, output: StepOutput) -> None:
-        """Learn from the gain of speculation in a decode step."""
-        cost = self._costs.ratio(self._bucket(batch.rows))
+    def _learn(self, batch: Batch, output: StepOutput, rows: int) -> None:
+        """Learn from the gain of speculation in a decode step of so many rows."""
+        cost = self._costs.ratio(self._bucket(rows))
         for row, result in zip(batch.rows, output.outputs, strict=True):
             allocation = self._allocations.get(row.sequence)
             if allocation is not None and allocation.speculation is not None and result.num_draft_tokens:
@@ -420,6 +459,24 @@ class DecoderScheduler:
         assert len(queued) == len(self._allocations) == sum(map(len, self._requests.values()))
         assert all(self._requests[s.request_id][s] is a for s, a in self._allocations.items())
         assert all(self._requests.values())
+
+
+def choose_passes(
+    lanes: Ordered[DecoderScheduler], steps: Ordered[PreparedStep], max_passes: int | None
+) -> tuple[int, bool]:
+    """Choose the passes of a step that lanes run together, and whether they may have speculative tokens.
+
+    As many as the rows with most to come can use, and every lane has pages for; one plain pass beside chunks, and for
+    rows whose bitmask changes with each token.
+    """
+    if any(step.chunks for step in steps) or any(lane.needs_host_sync for lane in lanes):
+        return 1, False
+    rows = max(len(step.decoding) for step in steps)
+    if not rows:
+        return 1, False
+    pairs = list(zip(lanes, steps, strict=True))
+    passes = max(lane.useful_passes(step, rows, max_passes) for lane, step in pairs)
+    return min(lane.possible_passes(step, passes) for lane, step in pairs), True
 
 
 def _length(allocation: Allocation) -> int:

@@ -52,6 +52,10 @@ class AdapterCache:
             known = ", ".join(sorted(self._infos)) or "none"
             raise ValueError(f"unknown adapter {name!r}; known: {known}.")
 
+    def __contains__(self, name: str) -> bool:
+        """Check whether an adapter is on the devices."""
+        return name in self._device
+
     def prefetch(self, name: str) -> None:
         """Begin to read a known adapter that is needed soon; at most as many are read ahead as fit the device.
 

@@ -174,13 +174,40 @@ def test_a_cached_prefix_is_worth_some_sequences():
     simulation.finish()
 
 
-def test_lanes_of_very_different_lengths():
-    simulation = Simulation(Random(0), 2, slots=1, pages=12)
-    simulation.add([0], max_tokens=1, stop_token_ids=())
-    simulation.add([1], max_tokens=30, stop_token_ids=())
+def test_a_lane_that_ends_early_does_not_shorten_the_steps_of_others():
+    simulation = Simulation(Random(0), 2, slots=1, pages=12, in_flight=0)
+    for max_tokens in (2, 30):
+        simulation.add([0], max_tokens=max_tokens, stop_token_ids=())
     simulation.finish()
-    assert [len(lane.rows) for lane in simulation.batches[-1].lanes] == [0, 1]
-    assert max(batch.passes for batch in simulation.batches) == 4
+    rows = [[len(lane.rows) for lane in batch.lanes] for batch in simulation.batches]
+    assert rows == [[1, 1]] + [[0, 1]] * 7
+    assert [batch.passes for batch in simulation.batches] == [4] * 7 + [2]
+
+
+@pytest.mark.parametrize("known", [4, 1])
+def test_passes_are_those_of_the_lane_with_most_rows(known):
+    """What it costs to run that many decides: the other lane's number of rows never runs by itself."""
+    simulation = Simulation(Random(0), 2, slots=4, pages=80, in_flight=0)
+    costs = PassCosts(Costs.fixed({("decode", (("batch", known), ("speculative", 0))): 1e-9}), 0)
+    first, second = simulation.scheduler.lanes
+    for lane in (first, second):
+        lane._costs = costs
+    for number in range(5):
+        simulation.add([number % 3], max_tokens=9, stop_token_ids=())
+    second.hand_over(second.waiting.first, first)
+    simulation.finish()
+    assert [len(lane.rows) for lane in simulation.batches[0].lanes] == [4, 1]
+    assert [batch.passes for batch in simulation.batches] == ([4, 4, 1] if known == 4 else [1] * 9)
+
+
+def test_a_lane_without_pages_runs_fewer_passes_in_all():
+    simulation = Simulation(Random(0), 2, slots=2, pages=8, in_flight=0)
+    for tokens in (13, 8, 12):  # the first and the last share a lane's eight pages, and need six each at their ends
+        simulation.add([0] * tokens, max_tokens=12, stop_token_ids=())
+    simulation.finish()
+    assert simulation.scheduler.load.preemptions
+    short = [batch for batch in simulation.batches if batch.passes < 4 and all(lane.rows for lane in batch.lanes)]
+    assert short
 
 
 def test_what_waits_for_a_slot_moves_to_a_free_lane():
@@ -195,13 +222,28 @@ def test_what_waits_for_a_slot_moves_to_a_free_lane():
     simulation.finish()
 
 
+def test_what_waits_for_pages_moves_to_a_lane_that_has_them():
+    simulation = Simulation(Random(0), 2, slots=3, pages=8, in_flight=0, passes=1)
+    first, second = simulation.scheduler.lanes
+    sequences = [simulation.add([number] * 10, max_tokens=20, stop_token_ids=()) for number in range(2)]
+    second.hand_over(second.waiting.first, first)
+    while not first.preemptions:
+        simulation.step()
+    assert simulation.lane_of(sequences[1]) == 0
+    simulation.step()
+    assert simulation.lane_of(sequences[1]) == 1
+    assert second.allocation(sequences[1]).running
+    simulation.finish()
+    assert simulation.scheduler.load.preemptions == 1
+
+
 def test_a_sequence_keeps_its_place_when_it_moves():
     simulation = Simulation(Random(0), 2, slots=1, pages=12)
     for number in range(4):
         sequence = simulation.add([number % 3], priority=-number)
     (first, second), order = simulation.scheduler.lanes, simulation.scheduler.allocation(sequence).order
     assert second.allocation(sequence) is second.waiting.first
-    second.hand_over(first)
+    second.hand_over(second.waiting.first, first)
     assert first.waiting.first.sequence is sequence
     assert first.waiting.first.order == order
     simulation.scheduler.check_integrity()
@@ -238,26 +280,66 @@ def test_a_lane_that_fails_to_schedule_leaves_what_a_restart_mends():
     simulation.finish()
 
 
-def test_lanes_share_adapters(tmp_path):
-    adapters = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
-    for name in ("one", "other"):
+@pytest.fixture
+def adapters(tmp_path):
+    """A place for two adapters, and for a third that cannot be read."""
+    cache = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
+    for name in ("one", "other", "broken"):
         pair = random_pair(32, 32, 2, np.random.default_rng(0))
-        adapters.register(name, save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": pair}))
+        cache.register(name, save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": pair}))
+    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
+    return cache
+
+
+def test_lanes_share_adapters(adapters):
     simulation = Simulation(Random(0), 2, slots=2, pages=24, adapters=adapters)
-    for name in ("one", "other", None, "one", "other", "one"):
+    for name in ("one", "one", None, "other", "other"):
         simulation.add([0, 1, 2] * 3, adapter=name)
+    for _ in range(2):
+        simulation.step()
+    assert [[a.sequence.params.adapter for a in lane.running] for lane in simulation.scheduler.lanes] == [
+        ["one", None],
+        ["one"],
+    ]
     simulation.finish()
     adapters.check_integrity()
-    assert [index for index, _ in simulation.uploads] == [1] * len(simulation.uploads)
-    assert 2 <= len(simulation.uploads) <= 4
+    assert [index for index, _ in simulation.uploads] == [1, 1]  # each once, for both lanes
 
 
-def test_a_request_that_cannot_run_ends_though_the_next_lane_fails(tmp_path, monkeypatch):
-    adapters = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
-    pair = random_pair(32, 32, 2, np.random.default_rng(0))
-    folder = save_adapter(tmp_path / "broken", {"model.layers.0.self_attn.q_proj": pair})
-    adapters.register("broken", folder)
-    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+def test_an_adapter_gets_its_place_though_another_lane_has_more_for_the_one_before(adapters):
+    simulation = Simulation(Random(0), 2, slots=2, pages=24, adapters=adapters)
+
+    def add(name):
+        return simulation.add([0, 1], adapter=name, max_tokens=8, stop_token_ids=())
+
+    sequences = [add("one"), add("other")]
+    for _ in range(40):
+        sequences.append(add("one"))
+        simulation.step()
+        if sequences[1].finished:
+            break
+    assert sequences[1].finished
+    assert not all(sequence.finished for sequence in sequences)
+    simulation.finish()
+
+
+def test_no_lane_waits_for_a_file_while_another_runs(adapters, monkeypatch):
+    waits, acquire = [], adapters.acquire
+
+    def noted(name, *, wait):
+        waits.append((name, wait))
+        return acquire(name, wait=wait)
+
+    monkeypatch.setattr(adapters, "acquire", noted)
+    simulation = Simulation(Random(0), 2, slots=1, pages=12, adapters=adapters)
+    simulation.add([0], max_tokens=8, stop_token_ids=())
+    simulation.add([1], adapter="one", max_tokens=2, stop_token_ids=())
+    simulation.step()
+    assert waits == [("one", False)]
+    simulation.finish()
+
+
+def test_a_request_that_cannot_run_ends_though_the_next_lane_fails(adapters, monkeypatch):
     simulation = Simulation(Random(0), 2, adapters=adapters)
     broken, fine = simulation.add([0, 1], adapter="broken"), simulation.add([1, 2])
     with monkeypatch.context() as patched:
