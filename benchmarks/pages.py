@@ -85,7 +85,8 @@ CHECKS = {
     "participants_exact": "layers whose exchanges are among as many devices as in the paper, and send as many bytes as "
     "its formulas, to the byte",
     "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens",
-    "lane_gain": "16 requests in two lanes of one thread each, against one lane of one thread",
+    "lane_gain": "16 requests of 448 tokens that continue for 16: two lanes of one thread each, against one lane of one",
+    "lane_gain_answers": "the same for 32 tokens that continue for 64",
     "import_ms": "`from jaxinfer import LLM`",
     "cold_first_token_s": "first token, nothing compiled before",
     "warm_first_token_s": "first token, programs kept from an earlier start",
@@ -258,19 +259,21 @@ def _meshes_of_experts(rows: list[dict[str, Any]]) -> list[str]:
         [str(tokens), str(capacity), str(column), str(16 // column), *(f"{sent[name] / 1e3:.1f}" for name in EXCHANGES)]
         for (capacity, tokens, column), sent in sorted(wire.items(), key=lambda item: (str(item[0][0]), *item[0][1:]))
     ]
-    lanes = [
-        [row["way"], f"{row['tokens_per_s']:.0f}", f"{min(row['all']):.0f} to {max(row['all']):.0f}"]
-        for row in rows
-        if row["figure"] == "lanes"
-    ]
+    lanes: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["figure"] == "lanes":
+            lanes[row["way"]].append(f"{row['tokens_per_s']:,.0f} ({min(row['all']):,.0f} to {max(row['all']):,.0f})")
     return [
         "A layer of 16 experts top-2 of width 64 in float32 on 16 devices, one expert on each: kB that a device sends, "
         "by its compiled program. L devices have the same T tokens; with p devices, p / L lanes have others. Rows of "
         "capacity have 1.25 times an expert's even share of the choices; elsewhere an expert takes all T tokens.",
         table(["T", "capacity", "L", "p / L", *(f"`{name}`" for name in EXCHANGES)], exchanges),
-        "16 requests of 32 tokens that continue for 64, a dense model of 56 M parameters in float32: tokens per "
-        "second, median and range of rounds in turn.",
-        table(["way", "tokens/s", "range"], lanes),
+        "16 requests to a dense model of 56 M parameters in float32: tokens per second, of prompts and answers, median "
+        "and range of rounds in turn. While answers are written, each lane reads all weights for its half of the rows.",
+        table(
+            ["way", "448 tokens that continue for 16", "32 that continue for 64"],
+            [[way, *cells] for way, cells in lanes.items()],
+        ),
     ]
 
 
