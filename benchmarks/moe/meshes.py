@@ -350,7 +350,7 @@ def measure_lanes(report: Report, rounds: int) -> None:
     for (name, way), values in rates.items():
         report.row(figure="lanes", workload=name, way=way, tokens_per_s=medians[name, way], all=values)
         print(report.rows[-1], flush=True)
-    for name, check in (("prompts", "lane_gain"), ("answers", "lane_gain_answers")):
+    for name, check in (("answers", "lane_gain"), ("prompts", "lane_gain_prompts")):
         gain = medians[name, "two lanes, one thread each"] / medians[name, "one lane, one thread"]
         report.check(check, gain, "x", target=1.6)
 
