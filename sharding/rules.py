@@ -18,6 +18,7 @@ MeshAxes = str | tuple[str, ...] | None
 """The mesh axes that a dimension is split over; None: every device has all of it."""
 
 WITHIN_LAYERS = ("expert", "tensor")
+"""The axes along which devices have the same requests, and parts of every layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,10 @@ class ShardingRules:
     def ways(self, mesh: Mesh | AbstractMesh, axis: str) -> int:
         """Return how many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis unknown."""
         return math.prod(mesh.shape[name] for name in self._on(mesh, axis))
+
+    def lanes(self, mesh: Mesh | AbstractMesh | None) -> int:
+        """Return how many groups of devices have different requests; None: one device has all."""
+        return 1 if mesh is None else self.ways(mesh, "batch")
 
     def _on(self, mesh: Mesh | AbstractMesh, axis: str) -> tuple[str, ...]:
         """Return the axes of several devices of a mesh that a logical axis is split over."""

@@ -123,9 +123,9 @@ class _Run:
         file, stored = parse_mesh(mesh), parse_quantization(quantize)
         _, memory = split_options({"layer_files": layer_files} if layer_files else {}, file, owner="convert")
         config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
-        if file.mesh is not None and file.mesh.data > 1:
-            raise ValueError(f"--mesh data={file.mesh.data}: layers are not streamed to lanes; set data = 1.")
         rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
+        if (lanes := rules.lanes(built)) > 1:
+            raise ValueError(f"--mesh data={lanes}: layers are not streamed to lanes; set data = 1.")
         if built is not None and built.size > 1 and experts_of(config):
             raise ValueError(
                 f"--mesh {mesh}: the experts of a mixture are not streamed to several devices; leave it out."

@@ -116,7 +116,7 @@ class DeviceLayout:
     ):
         self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
-        self.lanes = 1 if mesh is None else self._rules.ways(mesh, "batch")
+        self.lanes = self._rules.lanes(mesh)
         self._fitting = fitting or Fitting(original=config, config=config)
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors)
         self._placed = mesh is not None or leaves is not None

@@ -110,7 +110,7 @@ class OpenedModel:
     @property
     def lanes(self) -> int:
         """How many groups of its devices have different requests."""
-        return 1 if self.mesh is None else self.rules.ways(self.mesh, "batch")
+        return self.rules.lanes(self.mesh)
 
     @property
     def shapes(self) -> Mapping[str, Leaf]:
