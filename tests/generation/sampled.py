@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -74,3 +75,15 @@ def check_logprobs(alone, other):
             assert (first.token_id, list(first.top)) == (second.token_id, list(second.top))
             np.testing.assert_allclose(second.logprob, first.logprob, atol=2e-4)
             np.testing.assert_allclose([*second.top.values()], [*first.top.values()], atol=2e-4)
+
+
+def fail_one_launch(executor, monkeypatch):
+    """Have the next step fail, and lose all that it was given on the devices."""
+
+    def launch(batch):
+        monkeypatch.undo()
+        for array in jax.tree.leaves(executor.state.arrays):
+            array.delete()
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(executor, "launch", launch)

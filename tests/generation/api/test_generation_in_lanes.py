@@ -8,7 +8,7 @@ from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.sharding import MeshConfig
-from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, generate, logprob_errors, only_even
+from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, fail_one_launch, generate, logprob_errors, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
@@ -138,14 +138,7 @@ def test_loads_of_experts(tmp_path, mesh):
 def test_a_step_that_fails(lanes, alone, monkeypatch):
     executor = lanes.engine.executor
     before = [x.sharding for x in jax.tree.leaves(executor.state.arrays)]
-
-    def launch(batch):
-        monkeypatch.undo()
-        for array in jax.tree.leaves(executor.state.arrays):
-            array.delete()
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(executor, "launch", launch)
+    fail_one_launch(executor, monkeypatch)
     failed = lanes.generate(PROMPTS, GREEDY)
     assert FinishReason.ERROR in {output.outputs[0].finish_reason for output in failed}
     assert generate(lanes, GREEDY) == generate(alone, GREEDY)

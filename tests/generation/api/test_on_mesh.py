@@ -16,7 +16,16 @@ from jaxinfer.models.config import BlockKind
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
-from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, logprob_errors, only_even
+from tests.generation.sampled import (
+    PROMPTS,
+    SAMPLED,
+    SIZES,
+    check_logprobs,
+    fail_one_launch,
+    generate,
+    logprob_errors,
+    only_even,
+)
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
@@ -65,14 +74,7 @@ def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
     alone, split = pair
     executor, params = split.engine.executor, SamplingParams(temperature=0, max_tokens=6)
     before = [x.sharding for x in jax.tree.leaves(executor.state.arrays)]
-
-    def launch(batch):
-        monkeypatch.undo()
-        for array in jax.tree.leaves(executor.state.arrays):
-            array.delete()
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(executor, "launch", launch)
+    fail_one_launch(executor, monkeypatch)
     (failed,) = split.generate(PROMPTS[:1], params)
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
     assert generate(split, params) == generate(alone, params)

@@ -13,6 +13,7 @@ import jaxinfer.generation.engine as engine_room
 from jaxinfer.generation import LLM
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
+from jaxinfer.sharding import MeshConfig
 from tests.generation.conftest import SMALL, SMALL_BYTES
 
 PROMPTS = ["a cab had a bad cafe bead", "a cab had a bad cafe face", "deaf", [97, 98, 99] * 9]
@@ -24,9 +25,17 @@ class Interrupt(BaseException):
     """Ctrl-C, or whatever else is no `Exception`."""
 
 
-@pytest.fixture(scope="module")
-def llm(model_dir):
-    return LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
+LANES = pytest.param(MeshConfig(data=2), marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[None, LANES], ids=["one device", "two lanes"])
+def llm(model_dir, request):
+    return LLM(model_dir, cache_bytes=SMALL_BYTES, mesh=request.param, **SMALL)
+
+
+def pages_of(engine):
+    """The pages of the engine, or of its first lane."""
+    return getattr(engine.scheduler, "lanes", [engine.scheduler])[0].pages
 
 
 def texts(llm):
@@ -57,8 +66,8 @@ PHASES = {
     "commit": lambda engine: (engine.scheduler, "commit"),
     "add": lambda engine: (engine.scheduler, "add"),
     "abort": lambda engine: (engine.scheduler, "remove"),
-    "insert": lambda engine: (engine.scheduler.pages, "insert"),
-    "allocate": lambda engine: (engine.scheduler.pages, "allocate"),
+    "insert": lambda engine: (pages_of(engine), "insert"),
+    "allocate": lambda engine: (pages_of(engine), "allocate"),
     "restart": lambda engine: (engine.executor, "restart"),
 }
 

@@ -4,7 +4,6 @@ import itertools
 from collections import deque
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,15 +15,10 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.lanes import PREFIX_WEIGHT, LaneScheduler
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
-from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.outputs import FinishReason
-from jaxinfer.generation.params import SamplingParams
-from tests.generation.engine.test_scheduler import CONTEXT, MAX_STEPS, PAGE, STOP, Device, alone, random_prompt
-from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.generation.engine.test_scheduler import CONTEXT, MAX_STEPS, PAGE, Device, alone, random_prompt, request_of
 
 
 class Simulation:
@@ -50,16 +44,8 @@ class Simulation:
         self.outputs, self.in_flight = OutputProcessor(itertools.count().__next__), in_flight
         self.steps, self.sequences, self.batches, self.uploads = deque(), [], [], []
 
-    def add(self, prompt, *, max_tokens=4, n=1, seed=0, stop_token_ids=(STOP,), **params):
-        request = Request(
-            request_id=str(len(self.sequences)),
-            prompt=None,
-            prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens, n=n, **params),
-            max_length=min(CONTEXT, len(prompt) + max_tokens),
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-        )
+    def add(self, prompt, **options):
+        request = request_of(str(len(self.sequences)), prompt, **options)
         self.scheduler.check(request)
         made = request.sequences()
         for sequence in made:
@@ -278,17 +264,6 @@ def test_a_lane_that_fails_to_schedule_leaves_what_a_restart_mends():
     simulation.scheduler.check_integrity()
     simulation.devices = [Device(Random(0)) for _ in simulation.devices]
     simulation.finish()
-
-
-@pytest.fixture
-def adapters(tmp_path):
-    """A place for two adapters, and for a third that cannot be read."""
-    cache = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
-    for name in ("one", "other", "broken"):
-        pair = random_pair(32, 32, 2, np.random.default_rng(0))
-        cache.register(name, save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": pair}))
-    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
-    return cache
 
 
 def test_lanes_share_adapters(adapters):

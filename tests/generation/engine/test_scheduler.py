@@ -4,7 +4,6 @@ import itertools
 from collections import deque
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,11 +17,8 @@ from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import PRIORITY_WEIGHT, DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
-from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
-from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
 
 MAX_STEPS = 2000
 STOP = 3  # ids are 0 to 3
@@ -42,6 +38,18 @@ def alone(sequence):
         ids.append(following(ids, sequence.seed))
         if ids[-1] in sequence.request.stop_token_ids or len(ids) == sequence.max_length:
             return ids
+
+
+def request_of(request_id, prompt, *, max_tokens=4, n=1, seed=0, stop_token_ids=(STOP,), **params):
+    return Request(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens, n=n, **params),
+        max_length=min(CONTEXT, len(prompt) + max_tokens),
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+    )
 
 
 class Device:
@@ -141,16 +149,8 @@ class Simulation:
         self.failed: list[Sequence] = []
         self.computed: dict[Sequence, int] = {}  # of those that run: where the next chunk begins
 
-    def add(self, prompt, *, max_tokens=4, n=1, seed=0, stop_token_ids=(STOP,), **params):
-        request = Request(
-            request_id=str(len(self.sequences)),
-            prompt=None,
-            prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=max_tokens, n=n, **params),
-            max_length=min(CONTEXT, len(prompt) + max_tokens),
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-        )
+    def add(self, prompt, **options):
+        request = request_of(str(len(self.sequences)), prompt, **options)
         self.scheduler.check(request)
         made = request.sequences()
         for sequence in made:
@@ -339,17 +339,6 @@ def test_a_request_that_could_never_run_is_refused():
     with pytest.raises(ValueError, match="18 tokens with max_tokens need 5 pages of 4 tokens; the cache has 4"):
         simulation.add([0] * 10, max_tokens=8)
     simulation.finish()
-
-
-@pytest.fixture
-def adapters(tmp_path):
-    """One slot for two adapters, and a third that cannot be read."""
-    slots = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
-    for name in ("one", "other", "broken"):
-        pair = random_pair(32, 32, 2, np.random.default_rng(0))
-        slots.register(name, save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": pair}))
-    (tmp_path / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
-    return slots
 
 
 def test_requests_wait_for_a_slot_of_their_adapter(adapters):
