@@ -84,7 +84,8 @@ CHECKS = {
     "all-to-all; the largest on 2 to 16 devices",
     "participants_exact": "layers whose exchanges are among as many devices as in the paper, and send as many bytes as "
     "its formulas, to the byte",
-    "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens",
+    "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens "
+    "(experts that do not divide over data x expert are split over fewer axes)",
     "lane_gain": "16 requests of 32 tokens that continue for 64: two lanes of a thread each, against one lane of one",
     "lane_gain_prompts": "the same for 448 tokens that continue for 16, added when the former had missed",
     "import_ms": "`from jaxinfer import LLM`",
