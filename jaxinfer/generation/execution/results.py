@@ -1,6 +1,5 @@
 """Reads the results of programs into the plain values of a `StepOutput`."""
 
-import functools
 from typing import Any
 
 import jax
@@ -18,12 +17,10 @@ from jaxinfer.generation.sampling.logprobs import Logprobs
 
 def split_lanes[T: PrefillOutput | DecodeOutput](output: T, lanes: int) -> list[T]:
     """Divide results on the host, which have each lane's one after the other."""
-
-    def part(x: np.ndarray, lane: int) -> np.ndarray:
-        size = len(x) // lanes
-        return x[lane * size : (lane + 1) * size]
-
-    return [jax.tree.map(functools.partial(part, lane=lane), output) for lane in range(lanes)]
+    if lanes == 1:
+        return [output]
+    parts = jax.tree.map(lambda x: np.split(x, lanes), output)
+    return [jax.tree.map(lambda _, split, lane=lane: split[lane], output, parts) for lane in range(lanes)]
 
 
 def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
