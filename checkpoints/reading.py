@@ -39,6 +39,7 @@ def stream(
     only: Callable[[str], bool] | None = None,
     part: int | None = None,
     takes: Callable[[str, Leaf], Takes] | None = None,
+    mesh_of: Callable[[str], Mesh | None] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yield weights one after the other, for a caller that converts each and drops the original.
 
@@ -52,6 +53,7 @@ def stream(
       only: selects leaves by dotted path; nothing else is read. None: all.
       part: of the leaves that are stored in parts this one alone is read, under its own name; no other leaf is.
       takes: which stored indices the dimensions of a leaf have. None: all, in order.
+      mesh_of: the devices of each leaf, by dotted path, where they differ. None: `mesh` for all.
     """
     checkpoint = open_checkpoint(pathlib.Path(path).resolve())
     leaves = {name: leaf for name, leaf in checkpoint.manifest.leaves.items() if only is None or only(name)}
@@ -61,8 +63,9 @@ def stream(
     targets = {}
     for name, leaf in leaves.items():
         shape = tuple(n if take is None else len(take) for n, take in zip(leaf.shape, taken[name], strict=True))
-        sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
         whole, _ = part_of(name)
+        devices = mesh if mesh_of is None else mesh_of(whole)
+        sharding = _place(name, leaf.axes, shape, devices, rules or ShardingRules())
         cast_to = None if keep is not None and keep(whole) else dtype
         target_dtype = _target_dtype(whole, checkpoint.manifest.leaves[whole], cast_to)
         targets[name] = jax.ShapeDtypeStruct(shape, target_dtype, sharding=sharding)

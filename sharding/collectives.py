@@ -70,6 +70,17 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
     return lax.all_gather(x, names) if names else x[None]
 
 
+def to_next(x: jax.Array, axis: str) -> jax.Array:
+    """Return x of the device that has the part before; the first gets that of the last, as in a ring."""
+    names, parts = mesh_axes(axis), axis_size(axis)
+    return lax.ppermute(x, names, [(part, (part + 1) % parts) for part in range(parts)]) if names else x
+
+
+def from_last(x: jax.Array, axis: str) -> jax.Array:
+    """Return x, numbers, of the device that has the last part, on all of them."""
+    return psum(jnp.where(axis_index(axis) == axis_size(axis) - 1, x, jnp.zeros_like(x)), axis)
+
+
 def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int]) -> jax.Array:
     """Return a weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
     mesh = get_abstract_mesh()

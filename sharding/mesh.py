@@ -21,7 +21,7 @@ class MeshConfig:
     Attributes:
       data: lanes, each serving a part of the requests with a copy of the model; the experts of a mixture are shared out
         over all lanes.
-      pipeline: consecutive groups of layers; only 1 is implemented.
+      pipeline: stages, consecutive groups of layers of a decoder, through which micro-batches go one after the other.
       expert: parts of every layer, as `tensor`; of a mixture of experts groups of whole experts.
       tensor: parts of every layer (heads, hidden width of MLPs and of each expert, vocabulary).
     """
@@ -32,18 +32,12 @@ class MeshConfig:
     tensor: int = 1
 
     AXES: ClassVar = MESH_AXES
-    IMPLEMENTED: ClassVar = ("data", "expert", "tensor")
 
     def __post_init__(self) -> None:
         for axis in self.AXES:
             ways = getattr(self, axis)
             if not isinstance(ways, int) or isinstance(ways, bool) or ways < 1:
                 raise ValueError(f"MeshConfig.{axis} must be an integer >= 1, got {ways!r}.")
-            if ways > 1 and axis not in self.IMPLEMENTED:
-                raise ValueError(
-                    f"MeshConfig.{axis}={ways} is not implemented yet; set {axis} = 1 and split by "
-                    f"{' or '.join(self.IMPLEMENTED)}."
-                )
 
     @property
     def size(self) -> int:
@@ -61,7 +55,7 @@ class MeshConfig:
             given = ", ".join(f"{axis}={size}" for axis, size in ways.items())
             raise ValueError(
                 f"mesh {given} needs {self.size} devices, and there {'is' if len(devices) == 1 else 'are'} "
-                f"{len(devices)}: lower {' or '.join(ways or self.IMPLEMENTED)}{more}."
+                f"{len(devices)}: lower {' or '.join(ways or self.AXES)}{more}."
             )
         shape = tuple(getattr(self, axis) for axis in self.AXES)
         # Placing arrays needs Auto axes. Model programs are traced inside `jax.shard_map`, which makes them Manual.
@@ -98,23 +92,21 @@ class MeshConfig:
 
 
 def check_rules(rules: ShardingRules) -> None:
-    """Raise ValueError for rules that name an axis of a mesh over which nothing can be split yet, or that there is not.
+    """Raise ValueError for rules that name an axis that meshes do not have.
 
     Every device would have the whole, without a word.
     """
     for axis in rules.SPLIT:
         for name in rules.mesh_axes(axis):
-            if name not in MeshConfig.IMPLEMENTED:
+            if name not in MeshConfig.AXES:
                 raise ValueError(
-                    f"ShardingRules.{axis}={getattr(rules, axis)!r}: nothing is split over {name!r}, "
-                    f"which is {'not implemented yet' if name in MeshConfig.AXES else 'no axis of a mesh'}; "
-                    f"split it over {' or '.join(map(repr, MeshConfig.IMPLEMENTED))}, or over none."
+                    f"ShardingRules.{axis}={getattr(rules, axis)!r}: {name!r} is no axis of a mesh; split it over "
+                    f"{' or '.join(map(repr, MeshConfig.AXES))}, or over none."
                 )
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError for a mesh of JAX that no MeshConfig describes: with other axes, or several ways of one that is
-    not implemented."""
+    """Raise ValueError for a mesh of JAX that no MeshConfig describes: with other axes."""
     MeshConfig.from_mapping(dict(mesh.shape), source="mesh")
 
 

@@ -33,6 +33,7 @@ class ShardingRules:
       mlp: hidden width of an MLP that all tokens go through.
       experts: of a mixture of experts. expert_mlp: hidden width of each of them (expert slicing).
       batch: requests. pages: of the KV cache, which go where the requests go.
+      stages: consecutive groups of layers, between which activations go round.
       embed, word_embed, norm, positions, page, head_dim: what every device has whole.
       exchange: how tokens come to experts on other devices, and what these give comes back (`models/layers/moe.py`):
         one of `EXCHANGES`.
@@ -46,6 +47,7 @@ class ShardingRules:
     expert_mlp: MeshAxes = "tensor"
     batch: MeshAxes = "data"
     pages: MeshAxes = "data"
+    stages: MeshAxes = "pipeline"
     embed: MeshAxes = None
     word_embed: MeshAxes = None
     norm: MeshAxes = None
@@ -56,8 +58,9 @@ class ShardingRules:
 
     SPLIT: ClassVar = ("vocab", "heads", "kv_heads", "mlp", "experts", "expert_mlp")
     """The axes that a user may split: sums over them are what the models exchange."""
-    LANES: ClassVar = ("batch", "pages")
-    """The axes whose parts are lanes, always over "data"."""
+    FIXED: ClassVar = {"batch": "data", "pages": "data", "stages": "pipeline"}
+    """The axes that are always split over the same axis of a mesh: its lanes are along "data", its stages along
+    "pipeline"."""
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -87,9 +90,9 @@ class ShardingRules:
             raise ValueError(f"ShardingRules.{name} must be a mesh axis, a tuple of them, or None; got {value!r}.")
         if len(set(axes)) != len(axes):
             raise ValueError(f"ShardingRules.{name}={value!r} names a mesh axis twice.")
-        if name in self.LANES:
-            if value != "data":
-                raise ValueError(f"ShardingRules.{name}={value!r} must be 'data': its parts are the lanes of a mesh.")
+        if fixed := self.FIXED.get(name):
+            if value != fixed:
+                raise ValueError(f"ShardingRules.{name}={value!r} must be {fixed!r}: no other axis splits {name}.")
         elif value is not None and name not in self.SPLIT:
             raise ValueError(
                 f"ShardingRules.{name}={value!r} is not implemented: every device computes with the whole {name}; "
@@ -99,6 +102,11 @@ class ShardingRules:
             raise ValueError(
                 f"ShardingRules.{name}={value!r}: devices along 'data' have other requests, and cannot share a layer; "
                 "of a model's dimensions only experts are split over it."
+            )
+        elif "pipeline" in axes:
+            raise ValueError(
+                f"ShardingRules.{name}={value!r}: devices along 'pipeline' have other layers, and cannot share one; "
+                "split it over expert or tensor."
             )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -115,6 +123,10 @@ class ShardingRules:
     def lanes(self, mesh: Mesh | AbstractMesh | None) -> int:
         """Return how many groups of devices have different requests; None: one device has all."""
         return 1 if mesh is None else self.ways(mesh, "batch")
+
+    def stages_of(self, mesh: Mesh | AbstractMesh | None) -> int:
+        """Return how many groups of devices have different layers; None: one device has all."""
+        return 1 if mesh is None else self.ways(mesh, "stages")
 
     def _on(self, mesh: Mesh | AbstractMesh, axis: str) -> tuple[str, ...]:
         """Return the axes of several devices of a mesh that a logical axis is split over."""
@@ -138,8 +150,17 @@ class ShardingRules:
             raise ValueError(f"{axes} maps two dimensions to one mesh axis: {used}.")
         return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in mapped))
 
-    def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Return where an array of this shape lives. A dimension that does not divide is an error, never a copy."""
+    def sharding(
+        self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int], *, staged: bool = False
+    ) -> NamedSharding:
+        """Return where an array of this shape lives. A dimension that does not divide is an error, never a copy.
+
+        staged: whether the first dimension has a part for each stage of a pipeline, one after the other, which the
+          other axes split further.
+        """
+        stages = self._on(mesh, "stages") if staged else ()
+        if stages:
+            shape = (shape[0] // self.stages_of(mesh), *shape[1:])
         if len(axes) != len(shape):
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
         for axis, size in zip(axes, shape, strict=True):
@@ -149,7 +170,11 @@ class ShardingRules:
                     f"{axis}={size} does not divide over {over}={ways} devices: choose another {over}, or "
                     f"ShardingRules({axis}=None) to keep it whole on every device."
                 )
-        return NamedSharding(mesh, self.spec(*axes, mesh=mesh))
+        spec = self.spec(*axes, mesh=mesh)
+        if stages:
+            first = () if spec[0] is None else (spec[0],) if isinstance(spec[0], str) else spec[0]
+            spec = PartitionSpec((*stages, *first), *spec[1:])
+        return NamedSharding(mesh, spec)
 
     def fetch_sharding(
         self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]

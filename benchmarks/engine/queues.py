@@ -32,12 +32,12 @@ from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.engine.ticket import RequestTicket
+from jaxinfer.generation.execution.decoder import PassResult
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
-from jaxinfer.generation.execution.results import read_decode, read_prefill
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.files.description import Description
@@ -63,7 +63,7 @@ class InstantExecutor:
 
     depth = 1
     workspace_bytes = 0
-    statistics = None
+    statistics, pipeline = None, None
 
     def __init__(self, costs: Costs):
         self.programs: ProgramCache[Any] = ProgramCache([])
@@ -109,16 +109,16 @@ class InstantDecoder(InstantExecutor):
         if not sizes.chunks:
             tokens: Any = np.full((sizes.batch, 1), TOKEN)
             counts: Any = np.zeros(sizes.batch, np.int32)
-            return DecodeOutput(tokens, counts + 1, nothing, counts, counts, nothing)
-        tokens = np.full(sizes.chunks + sizes.batch, TOKEN)
-        return PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing), sizes.chunks
+            output = DecodeOutput(tokens, counts + 1, nothing, counts, counts, nothing)
+        else:
+            tokens = np.full(sizes.chunks + sizes.batch, TOKEN)
+            output = PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing)
+        return PassResult("instant", sizes.bucket, sizes, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Return the same token for every row."""
-        if isinstance(step.output, DecodeOutput):
-            return StepOutput(outputs=read_decode(step.batch, step.output))
-        output, count = step.output
-        return StepOutput(outputs=read_prefill(step.batch, output, padded_chunks=count))
+        ((_, outputs),) = step.output.read(step.batch, step.output.output)
+        return StepOutput(outputs=outputs)
 
 
 class InstantEncoder(InstantExecutor):

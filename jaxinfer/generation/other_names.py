@@ -89,7 +89,7 @@ MODEL: Mapping[str, str] = {
     "device": "use mesh, or the environment's JAX_PLATFORMS",
     "tensor_parallel_size": "use mesh=MeshConfig(tensor=...)",
     "data_parallel_size": "use mesh=MeshConfig(data=...)",
-    "pipeline_parallel_size": "use mesh=MeshConfig(tensor=...), there is no pipeline axis",
+    "pipeline_parallel_size": "use mesh=MeshConfig(pipeline=...)",
     "distributed_executor_backend": "use mesh",
     "torch_dtype": "use dtype",
     "quantization": "use quantize='int8', 'int4' or 'fp8'",

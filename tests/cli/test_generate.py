@@ -161,7 +161,7 @@ def test_the_summary_counts_speculative_tokens():
         (("--prompt", "a", "--dtype", "int3"), "error: dtype='int3' is not implemented"),
         (("--prompt", "a", "--quantize", "fp4"), "error: quantize='fp4' is not implemented"),
         (("--prompt", "a", "--context", "9999"), "error: --context must be in [2, 128]"),
-        (("--prompt", "a", "--mesh", "pipeline=2"), "error: mesh 'pipeline=2'"),
+        (("--prompt", "a", "--mesh", "pipeline=0"), "error: mesh 'pipeline=0'"),
         (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
         (("--prompt", "a", "--regex", "a", "--choice", "a"), "error: StructuredOutputsParams needs exactly one of"),
         (("--prompt", "a", "--regex", "("), "error: --regex does not compile"),

@@ -57,7 +57,7 @@ def test_contents_of_a_model(model):
 
 def test_memory_for_a_mesh_a_context_and_a_batch(model):
     rows = _rows(model, "--mesh", "tensor=2", "--context", 50, "--max-batch", 4, "--quantize", "int8")
-    assert rows["mesh"] == "data=1, expert=1, tensor=2"
+    assert rows["mesh"] == "data=1, pipeline=1, expert=1, tensor=2"
     cache = 2 * 2 * 4 * 50 * (2 * 6) * 4 // 2  # keys and values, layers, batch, context, heads, bytes, devices
     assert cache == 19_200
     assert rows["KV pages"] == "19.2 kB"
@@ -97,7 +97,7 @@ def test_encoders_have_no_cache(tmp_path):
     ("arguments", "message"),
     [
         (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, got 0"),
-        (("--mesh", "pipeline=2"), "pipeline=2 is not implemented yet"),
+        (("--mesh", "pipeline=0"), "MeshConfig.pipeline must be an integer >= 1, got 0"),
         (("--mesh", "none.toml"), "none.toml"),
         (("--context", "65"), "--context 65 is more than the model's 64"),
         (("--dtype", "int4"), "dtype='int4' is not implemented"),

@@ -35,7 +35,7 @@ def test_parse():
         ("tensor", "got ''"),
         ("tensro=2", "unknown field 'tensro'; known: data, pipeline"),
         ("tensor=2,tensor=4", "tensor is given twice"),
-        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by data"),
+        ("pipeline=two", "MeshConfig.pipeline must be an integer >= 1, got 'two'"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -65,7 +65,7 @@ def test_read_with_memory(tmp_path):
     ("text", "message"),
     [
         ("[mesh]\ntensro = 2", "unknown field 'tensro'"),
-        ("[mesh]\npipeline = 2", "pipeline=2 is not implemented yet"),
+        ("[mesh]\npipeline = 0", "MeshConfig.pipeline must be an integer >= 1, got 0"),
         ("[mesh]\ntensor = true", "tensor must be an integer >= 1, got True"),
         ("[mesh]\ntensor = 2.0", "got 2.0"),
         ("[mesh]\ntensor =", "not valid TOML"),
@@ -80,9 +80,9 @@ def test_read_with_memory(tmp_path):
         ("[mesh]\n[rules]\nbatch = 'tensor'", r"\[rules\]: unknown axis 'batch'"),
         (
             "[mesh]\ntensor = 2\n[rules]\nmlp = ['pipeline', 'tensor']",
-            r"ShardingRules.mlp=\('pipeline', 'tensor'\): nothing is split over 'pipeline', which is not impl",
+            r"ShardingRules.mlp=\('pipeline', 'tensor'\): devices along 'pipeline' have other layers",
         ),
-        ("[mesh]\n[rules]\nvocab = 'tensro'", r"nothing is split over 'tensro', which is no axis of a mesh"),
+        ("[mesh]\n[rules]\nvocab = 'tensro'", r"ShardingRules.vocab='tensro': 'tensro' is no axis of a mesh"),
         (
             "[mesh]\n[rules]\nheads = 'data'",
             r"\[rules\]: ShardingRules.heads='data': devices along 'data' have other requ",

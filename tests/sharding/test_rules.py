@@ -58,7 +58,7 @@ def test_several_mesh_axes_split_one_dimension():
         ({"heads": None}, r"heads=None and kv_heads=\('expert', 'tensor'\) must be equal"),
         ({"mlp": ("tensor", "tensor")}, "names a mesh axis twice"),
         ({"mlp": 2}, r"must be a mesh axis, a tuple of them, or None; got 2"),
-        ({"batch": None}, r"ShardingRules.batch=None must be 'data': its parts are the lanes"),
+        ({"batch": None}, r"ShardingRules.batch=None must be 'data': no other axis splits batch"),
         ({"mlp": ("data", "tensor")}, r"mlp=\('data', 'tensor'\): devices along 'data' have other requests"),
         ({"experts": ("expert", "data")}, "must have 'data' first"),
         ({"expert_mlp": ("expert", "tensor")}, "both split over 'expert'"),

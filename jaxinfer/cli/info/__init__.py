@@ -87,7 +87,7 @@ def info(
         ("active parameters", f"{active:,}" if active < parameters else ""),
         ("stored as", description.quantization or description.dtype),
         *shown.rows.items(),
-        ("mesh", ", ".join(f"{axis}={getattr(layout, axis)}" for axis in layout.IMPLEMENTED)),
+        ("mesh", ", ".join(f"{axis}={getattr(layout, axis)}" for axis in layout.AXES)),
     ):
         if value != "":
             table.add_row(name, str(value))

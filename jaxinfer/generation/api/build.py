@@ -31,9 +31,10 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
+from jaxinfer.generation.execution.platforms import buckets_of, ring_buckets, sliced_buckets, streamed_buckets
 from jaxinfer.generation.execution.programs import chain_programs, decoder_programs, embed
 from jaxinfer.generation.execution.programs.chain import encoder_specs
+from jaxinfer.generation.execution.ring import RingDecoderPasses
 from jaxinfer.generation.execution.whole import WholeDecoderPasses, WholeEncoderPasses
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
@@ -86,7 +87,9 @@ def build_engine(
             adapters = AdapterCache(*sizes, model.description.family, original)
         buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
         buckets = streamed_buckets(buckets) if streamed else buckets
-        costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed)
+        stages = 1 if model.stages is None else model.stages.count
+        buckets = ring_buckets(buckets) if stages > 1 else buckets
+        costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed, stages=stages)
         arrivals = itertools.count()
         schedulers = [
             DecoderScheduler(
@@ -122,7 +125,10 @@ def _decoder_executor(
     layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
     if plan.placement is None:
         programs = DevicePrograms(model, config, decoder_programs(layout))
-        passes = WholeDecoderPasses(programs)
+        staged = layout.stages is not None
+        passes = (
+            RingDecoderPasses(programs, layout.num_stages, layout.lanes) if staged else WholeDecoderPasses(programs)
+        )
     else:
         assert isinstance(model, StreamedModel)
         layers = Layers(model, plan.placement, plan.costs)
@@ -237,6 +243,11 @@ def _check_expert_load(model: OpenedModel, config: SharedConfig) -> None:
     """Raise ValueError for an engine that is to count what a model does not have."""
     if not isinstance(config, EngineConfig) or not config.expert_load:
         return
+    if model.stages is not None:
+        raise ValueError(
+            f"LLM.expert_load=True is not implemented for a model in stages (pipeline={model.stages.count}): each "
+            "device counts the experts of its own layers; leave it out."
+        )
     decoder = model.config
     assert isinstance(decoder, DecoderConfig)
     numbers = {moe.router.experts for layer in decoder.moe_layers if (moe := decoder.mlp_in(layer).moe)}

@@ -100,6 +100,7 @@ class Batch:
       rows: sequences that decode.
       passes: passes through the model; 1 if there are chunks.
       num_speculative_tokens: how many speculative tokens a row may have in a pass.
+      micro_batches: in how many parts the rows of a decode step go through the stages of a pipeline.
       failures: sequences that the step leaves out because they cannot run.
       joined: the steps of several lanes that this one joins, in their order; none: it is one lane's.
     """
@@ -110,6 +111,7 @@ class Batch:
     rows: tuple[DecodeRow, ...] = ()
     passes: int = 1
     num_speculative_tokens: int = 0
+    micro_batches: int = 1
     failures: tuple[Failure, ...] = ()
     joined: tuple["Batch", ...] = ()
 
@@ -126,6 +128,7 @@ class Batch:
             **joined,
             passes=max((lane.passes for lane in lanes if lane.rows), default=1),
             num_speculative_tokens=max(lane.num_speculative_tokens for lane in lanes),
+            micro_batches=max(lane.micro_batches for lane in lanes),
             joined=lanes,
         )
 

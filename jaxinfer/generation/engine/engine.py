@@ -85,9 +85,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what the engine holds, and has done so far; from any thread."""
-        load, counters = self.scheduler.load, vars(self._outputs.counters)
+        load, counters, executor = self.scheduler.load, vars(self._outputs.counters), self.executor
         counted = {**counters, "ended": dict(counters["ended"])}
-        return EngineStats(**load._asdict(), **counted, compile_misses=self.executor.programs.misses)
+        return EngineStats(
+            **load._asdict(), **counted, compile_misses=executor.programs.misses, pipeline=executor.pipeline
+        )
 
     # Requests
 

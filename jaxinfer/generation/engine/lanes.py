@@ -63,9 +63,8 @@ class LaneScheduler:
         """Return the next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
         steps = self._prepare()
-        passes, speculates = choose_passes(self.lanes, steps, max_passes)
-        parts = zip(self.lanes, steps, strict=True)
-        batch = Batch.of_lanes([lane.finish(step, passes, speculates=speculates) for lane, step in parts])
+        chosen = choose_passes(self.lanes, steps, max_passes)
+        batch = Batch.of_lanes([lane.finish(step, chosen) for lane, step in zip(self.lanes, steps, strict=True)])
         batch = dataclasses.replace(batch, failures=tuple(self._failures))
         self._failures = []
         return batch

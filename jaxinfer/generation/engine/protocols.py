@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.stats import SchedulerStats
+from jaxinfer.generation.engine.stats import PipelineStats, SchedulerStats
 from jaxinfer.streaming.statistics import StreamingStatistics
 
 
@@ -94,6 +94,11 @@ class Executor(Protocol):
     @property
     def workspace_bytes(self) -> int:
         """Workspace of the largest program compiled so far, on each device."""
+        ...
+
+    @property
+    def pipeline(self) -> PipelineStats | None:
+        """The work of a pipeline's stages so far; None without one."""
         ...
 
     @property

@@ -5,6 +5,7 @@ import itertools
 import operator
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Ordered
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,8 @@ PRIORITY_WEIGHT = 64
 """A request of priority p is served as if p times this many others had arrived before it."""
 STEP_SECONDS = 0.01
 """Longest time that a decode step of several passes should take, so that a new request need not wait long."""
+PIPELINE_PASSES = 8
+"""Fewest passes that a decode step through a pipeline should have, whose stages idle while it fills and drains."""
 
 _order = operator.attrgetter("order")
 
@@ -191,8 +194,7 @@ class DecoderScheduler:
             config's limit.
         """
         step = self.prepare()
-        passes, speculates = choose_passes([self], [step], max_passes)
-        return self.finish(step, passes, speculates=speculates)
+        return self.finish(step, choose_passes([self], [step], max_passes))
 
     def prepare(self, *, wait: bool = True, adapters_before: tuple[int, int] | None = None) -> "PreparedStep":
         """Choose what the next step runs, apart from its passes; each row has a page for its next token.
@@ -222,10 +224,15 @@ class DecoderScheduler:
                     step.chunks += self._chunks(allocation, room - len(step.chunks))
         return step
 
+    def micro_batches(self, rows: int) -> int:
+        """Return in how many parts so many rows go through the stages of a pipeline the fastest."""
+        return self._costs.micro_batches(self._bucket(rows))
+
     def useful_passes(self, step: "PreparedStep", rows: int, max_passes: int | None) -> int:
         """Return how many passes of a decode step with so many rows, at most, are wanted for this one's rows."""
-        seconds = self._costs.seconds(self._bucket(rows))  # None: one pass, to learn what it costs
-        affordable = 1 if seconds is None else max(1, int(STEP_SECONDS / seconds))
+        padded, least = self._bucket(rows), PIPELINE_PASSES if self._costs.stages > 1 else 1
+        seconds = self._costs.seconds(padded, self.micro_batches(rows))  # None: one pass, to learn what it costs
+        affordable = 1 if seconds is None else max(least, int(STEP_SECONDS / seconds))
         remaining = max((allocation.max_remaining for allocation in step.decoding), default=1)
         return min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
 
@@ -236,15 +243,14 @@ class DecoderScheduler:
             passes //= 2
         return passes
 
-    def finish(self, step: "PreparedStep", passes: int, *, speculates: bool) -> Batch:
+    def finish(self, step: "PreparedStep", chosen: "ChosenPasses") -> Batch:
         """Give the rows their pages and return the batch, which is from now on in flight.
 
         Args:
           step: what `prepare` has returned last.
-          passes: at most as many as `possible_passes` allows.
-          speculates: whether passes may have speculative tokens; they have none if pages are too few.
+          chosen: at most as many passes as `possible_passes` allows.
         """
-        speculative = self._speculative_tokens(step) if speculates else 0
+        passes, speculative = chosen.passes, self._speculative_tokens(step) if chosen.speculates else 0
         if speculative and not self._fits(step, passes, speculative):
             speculative = 0
         for allocation in step.decoding:
@@ -256,6 +262,7 @@ class DecoderScheduler:
             rows=tuple(self._row(allocation, speculative) for allocation in step.decoding),
             passes=passes,
             num_speculative_tokens=speculative,
+            micro_batches=chosen.micro_batches,
             failures=tuple(step.failures),
         )
         self._count_in_flight(batch, 1)
@@ -461,22 +468,38 @@ class DecoderScheduler:
         assert all(self._requests.values())
 
 
+class ChosenPasses(NamedTuple):
+    """The passes of a step.
+
+    Attributes:
+      passes: how many.
+      speculates: whether they may have speculative tokens; they have none where pages are too few.
+      micro_batches: in how many parts the rows go through the stages of a pipeline.
+    """
+
+    passes: int = 1
+    speculates: bool = False
+    micro_batches: int = 1
+
+
 def choose_passes(
     lanes: Ordered[DecoderScheduler], steps: Ordered[PreparedStep], max_passes: int | None
-) -> tuple[int, bool]:
-    """Choose the passes of a step that lanes run together, and whether they may have speculative tokens.
+) -> ChosenPasses:
+    """Choose the passes of a step that lanes run together.
 
     As many as the rows with most to come can use, and every lane has pages for; one plain pass beside chunks, and for
     rows whose bitmask changes with each token.
     """
-    if any(step.chunks for step in steps) or any(lane.needs_host_sync for lane in lanes):
-        return 1, False
     rows = max(len(step.decoding) for step in steps)
-    if not rows:
-        return 1, False
+    if any(step.chunks for step in steps) or not rows:
+        return ChosenPasses()
+    micro_batches = lanes[0].micro_batches(rows)
+    if any(lane.needs_host_sync for lane in lanes):
+        return ChosenPasses(micro_batches=micro_batches)
     pairs = list(zip(lanes, steps, strict=True))
     passes = max(lane.useful_passes(step, rows, max_passes) for lane, step in pairs)
-    return min(lane.possible_passes(step, passes) for lane, step in pairs), True
+    passes = min(lane.possible_passes(step, passes) for lane, step in pairs)
+    return ChosenPasses(passes, speculates=True, micro_batches=micro_batches)
 
 
 def _length(allocation: Allocation) -> int:

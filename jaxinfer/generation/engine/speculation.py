@@ -50,14 +50,17 @@ class PassCosts:
       costs: the record.
       num_speculative_tokens: speculative tokens of each row in a speculative pass.
       streamed: whether layers are streamed; a pass is then several programs, recorded as "pass".
+      stages: of a pipeline, whose program is "ring"; 1: there is none.
 
     Attributes:
       all: the record.
+      stages: as given.
     """
 
-    def __init__(self, costs: Costs, num_speculative_tokens: int, *, streamed: bool = False):
-        self.all, self._speculative = costs, num_speculative_tokens
-        self._name, self._sizes = ("pass", {"chunks": 0}) if streamed else ("decode", {})
+    def __init__(self, costs: Costs, num_speculative_tokens: int, *, streamed: bool = False, stages: int = 1):
+        self.all, self.stages, self._speculative = costs, stages, num_speculative_tokens
+        self._name = "pass" if streamed else "ring" if stages > 1 else "decode"
+        self._sizes = {} if self._name == "decode" else {"chunks": 0}
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
         """Record a step of `plain` and `speculative` passes, made by the decode program of this bucket.
@@ -74,14 +77,35 @@ class PassCosts:
             # A speculative pass does all that a plain one does.
             self.all.record(self._name, bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
 
-    def seconds(self, rows: int) -> float | None:
-        """Return the seconds of a plain pass, or of a speculative one if no plain one is known; None if none is."""
-        return self._mean(rows, 0) or self._mean(rows, self._speculative)
+    def seconds(self, rows: int, micro_batches: int = 1) -> float | None:
+        """Return the seconds of a plain pass, or of a speculative one if no plain one is known; None if none is.
+
+        micro_batches: in which the rows go through the stages of a pipeline.
+        """
+        return self._mean(rows, 0, micro_batches) or self._mean(rows, self._speculative, micro_batches)
+
+    def micro_batches(self, rows: int) -> int:
+        """Return in how many micro-batches rows go through the stages of a pipeline the fastest.
+
+        One for each stage hides the way of the tokens back. But a part of the rows may take as long as all of them,
+        whose pass reads as many weights; so both are tried once, and the record decides.
+        """
+        if self.stages == 1 or rows == 1:
+            return 1
+        divided, together = self.seconds(rows, self.stages), self.seconds(rows, 1)
+        if divided is None or (together is not None and divided <= together):
+            return self.stages
+        return 1
 
     def ratio(self, rows: int) -> float:
         """Return how much longer a speculative pass takes than a plain one."""
-        plain, speculative = self._mean(rows, 0), self._mean(rows, self._speculative)
+        micro_batches = self.micro_batches(rows)
+        plain, speculative = (self._mean(rows, count, micro_batches) for count in (0, self._speculative))
         return UNKNOWN_COST if plain is None or speculative is None else max(1.0, speculative / plain)
 
-    def _mean(self, rows: int, speculative: int) -> float | None:
-        return self.all.mean(self._name, **self._sizes, batch=rows, speculative=speculative)
+    def _mean(self, rows: int, speculative: int, micro_batches: int) -> float | None:
+        sizes = dict(self._sizes)
+        if self.stages > 1:
+            rows = micro_batches * -(-rows // micro_batches)
+            sizes["micro_batches"] = micro_batches
+        return self.all.mean(self._name, **sizes, batch=rows, speculative=speculative)

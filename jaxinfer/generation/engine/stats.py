@@ -25,6 +25,27 @@ class SchedulerStats(NamedTuple):
     num_pages: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineStats:
+    """The work of the stages of a pipeline, so far.
+
+    Attributes:
+      slots: ticks of all stages.
+      idle_slots: those in which a stage had no micro-batch.
+    """
+
+    slots: int = 0
+    idle_slots: int = 0
+
+    def __add__(self, other: "PipelineStats") -> "PipelineStats":
+        return PipelineStats(slots=self.slots + other.slots, idle_slots=self.idle_slots + other.idle_slots)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of slots that were idle (the pipeline's bubbles), from 0 to 1."""
+        return _share(self.idle_slots, self.slots)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Counters:
     """The sums of `EngineStats`, as the engine counts them."""
@@ -59,6 +80,7 @@ class EngineStats:
       compile_misses: programs that were compiled when a step needed them, rather than ahead.
       expert_load: where the tokens of all requests went in a mixture of experts; None before the first, and unless the
         engine has `expert_load=True`.
+      pipeline: what the stages of a pipeline did; None without one.
     """
 
     running: int
@@ -75,6 +97,7 @@ class EngineStats:
     steps: int
     compile_misses: int
     expert_load: ExpertLoad | None = None
+    pipeline: PipelineStats | None = None
 
     @property
     def cache_usage(self) -> float:
@@ -103,6 +126,8 @@ class EngineStats:
         }
         if self.expert_load is not None:
             lines["experts"] = str(self.expert_load)
+        if self.pipeline is not None:
+            lines["pipeline"] = f"{self.pipeline.idle_share:.0%} of {self.pipeline.slots} ticks of stages idle"
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 

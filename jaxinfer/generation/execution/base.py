@@ -8,6 +8,7 @@ import jax
 from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
+from jaxinfer.generation.engine.stats import PipelineStats
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.streaming.statistics import StreamingStatistics
@@ -54,6 +55,11 @@ class Passes(Protocol):
         """Measurements of bringing layers to the devices; None if all are there."""
         ...
 
+    @property
+    def pipeline(self) -> PipelineStats | None:
+        """The work of a pipeline's stages so far; None without one."""
+        ...
+
     def finish(self) -> None:
         """Wait for the passes that were sent."""
         ...
@@ -71,6 +77,11 @@ class WholePasses:
     """The base of passes in one program each, whose layers are all on the devices."""
 
     overlap, statistics = True, None
+
+    @property
+    def pipeline(self) -> PipelineStats | None:
+        """The work of a pipeline's stages so far; None without one."""
+        return None
 
     def finish(self) -> None:
         """Wait for nothing: whoever reads the results does."""
@@ -114,6 +125,11 @@ class BaseExecutor[Buckets]:
     def statistics(self) -> StreamingStatistics | None:
         """Measurements of bringing layers to the devices; None if all are there."""
         return self._passes.statistics
+
+    @property
+    def pipeline(self) -> PipelineStats | None:
+        """The work of a pipeline's stages so far; None without one."""
+        return self._passes.pipeline
 
     @property
     def workspace_bytes(self) -> int:

@@ -126,7 +126,7 @@ class ChainPasses:
       layers: the layers.
     """
 
-    overlap = False
+    overlap, pipeline = False, None
 
     def __init__(self, layers: Layers):
         self.layers = layers
@@ -233,7 +233,7 @@ class ChainDecoderPasses(ChainPasses):
         sizes = Leave.for_pass(part.sizes)
         slots, output = self._programs.run(sizes, leaves, slots, part.x, part.groups, *part.inputs)
         state.arrays = state.arrays._replace(slots=slots)
-        return PassResult(RECORDED_AS, sizes.bucket, sizes.chunks, output)
+        return PassResult(RECORDED_AS, sizes.bucket, sizes, output)
 
 
 class ChainEncoderPasses(ChainPasses):

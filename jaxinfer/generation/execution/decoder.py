@@ -1,7 +1,7 @@
 """Runs a decoder's batches: packs them into commands, sends these to the devices, and reads the results."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import jax
@@ -31,15 +31,34 @@ class PassResult:
 
     Attributes:
       name: the name of such a pass in the record of costs.
-      bucket: the sizes that it ran at.
-      chunks: its chunks, padding included.
+      bucket: the sizes of its program.
+      sizes: its own.
       output: its results, on the devices.
+      stages: of the pipeline that it went through, of which the last has the results.
+      micro_batches: those of it that were not empty.
+      full_share: the share of its time that its passes take in a pipeline that is full already.
     """
 
     name: str
     bucket: Bucket
-    chunks: int
+    sizes: Pass
     output: PrefillOutput | DecodeOutput
+    stages: int = 1
+    micro_batches: int = 1
+    full_share: float = 1.0
+
+    def read(self, batch: Batch, outputs: PrefillOutput | DecodeOutput) -> Iterator[tuple[Batch, list[SequenceOutput]]]:
+        """Yield the batch of each lane, and what came of its parts. outputs: the results on the host."""
+        for lane, output in zip(batch.lanes, self.by_lane(outputs, len(batch.lanes)), strict=True):
+            places = self.sizes.places(len(lane.rows), self.micro_batches)
+            if isinstance(output, DecodeOutput):
+                yield lane, read_decode(lane, output, places)
+            else:
+                yield lane, read_prefill(lane, output, [self.sizes.chunks + place for place in places])
+
+    def by_lane[T: PrefillOutput | DecodeOutput](self, outputs: T, lanes: int) -> list[T]:
+        """Divide results on the host into those of each lane."""
+        return split_lanes(outputs, lanes, self.stages)
 
 
 class DecoderPasses(Passes, Protocol):
@@ -146,27 +165,23 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         results: list[PassResult] = step.output
         self.passes.finish()
         outputs = jax.device_get([result.output for result in results])
-        self._record(results[0], outputs[0], self._seconds(step))
+        self._record(results[0], results[0].by_lane(outputs[0], self.state.layout.lanes), self._seconds(step))
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, result, output in zip(self.passes.split(step.batch), results, outputs, strict=True):
-            for lane, results_there in zip(part.lanes, split_lanes(output, len(part.lanes)), strict=True):
-                read = _read(lane, results_there, result.chunks)
+            for lane, read in result.read(part, output):
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
         return StepOutput(outputs=chunks + rows)
 
-    def _record(self, first: PassResult, output: PrefillOutput | DecodeOutput, seconds: float) -> None:
-        """Record how long a step took. output: of its first pass."""
-        if isinstance(output, DecodeOutput):
+    def _record(
+        self, first: PassResult, lanes: Sequence[PrefillOutput] | Sequence[DecodeOutput], seconds: float
+    ) -> None:
+        """Record how long a step took. lanes: the results of its first pass."""
+        passes = [output.passes.tolist() for output in lanes if isinstance(output, DecodeOutput)]
+        if passes:
             # The lane whose rows went on longest was there in all passes.
-            plain, speculative = max(output.passes.reshape(-1, 2).tolist(), key=sum)
-            self._pass_costs.record(first.bucket, seconds, plain=plain, speculative=speculative)
+            plain, speculative = max(passes, key=sum)
+            self._pass_costs.record(first.bucket, seconds * first.full_share, plain=plain, speculative=speculative)
         else:
             self.costs.record(first.name, first.bucket, seconds)
-
-
-def _read(part: Batch, output: PrefillOutput | DecodeOutput, padded_chunks: int) -> list[SequenceOutput]:
-    if isinstance(output, DecodeOutput):
-        return read_decode(part, output)
-    return read_prefill(part, output, padded_chunks=padded_chunks)

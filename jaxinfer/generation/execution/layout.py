@@ -18,10 +18,11 @@ from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.bitmasks import bitmask_words
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.devices import fetch_sharding_on, sharding_on
+from jaxinfer.models.devices import fetch_sharding_on, placed_leaf, sharding_on
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.fitting import Fitting
 from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
+from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
@@ -51,6 +52,7 @@ class DecoderStatic:
       engine: the engine's sizes.
       rules: which dimension is split over which mesh axis.
       processors: logits processors, compiled into the programs that choose tokens; these are never kept on disk.
+      stages: the layers of each stage of a pipeline, of which `config` has those of one; None: all layers are here.
     """
 
     config: DecoderConfig
@@ -58,6 +60,7 @@ class DecoderStatic:
     engine: EngineConfig
     rules: ShardingRules
     processors: LogitsProcessors = ()
+    stages: Stages | None = None
 
     def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """Turn a function of (model, *rest) into one of (weights, *rest)."""
@@ -75,7 +78,8 @@ class DeviceLayout:
     """The device side of one decoder, in shapes.
 
     On a mesh with lanes each has as many slots and pages as it would have alone. Arrays of requests and pages have
-    those of all lanes one after the other; programs see one lane's part.
+    those of all lanes one after the other; programs see one lane's part. So have weights, pages and adapters those of
+    all stages of a pipeline, of which each has the layers at the same positions; slots are equal on all of them.
 
     Args:
       config: the model's config, fitted to the mesh.
@@ -91,6 +95,8 @@ class DeviceLayout:
       family: the model's family, for adapters.
 
     Attributes:
+      config: of the model, or of the layers of each stage.
+      stages: the layers of each stage; None: each device has parts of all layers.
       static: everything that programs depend on beside shapes.
       leaves: the weights that are on the device all the time, or their shapes.
       state: the shapes of `DeviceState`.
@@ -114,11 +120,13 @@ class DeviceLayout:
         fitting: Fitting | None = None,
         family: str = "",
     ):
-        self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
+        self.weights, self.engine, self.num_pages = weights, engine, num_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
+        self.stages = stages_on(config, mesh, self._rules)
+        self.config = config if self.stages is None else self.stages.config
         self.lanes = self._rules.lanes(mesh)
         self._fitting = fitting or Fitting(original=config, config=config)
-        self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors)
+        self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
         self.leaves = self._shapes() if leaves is None else list(leaves)
         self.state = self._state()
@@ -163,9 +171,25 @@ class DeviceLayout:
         sharding = sharding_on(self.mesh, self._rules, axes or [None] * len(x.shape), x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of a pipeline; 1 without one."""
+        return 1 if self.stages is None else self.stages.count
+
+    def of_stages(self, x: Any, *axes: str | None) -> Any:
+        """Turn the shape of one stage's array, whose dimensions have these names, into that of all stages'."""
+        if self.stages is None:
+            return self.place(x, *axes)
+        assert self.mesh is not None
+        shape = (self.num_stages * x.shape[0], *x.shape[1:])
+        sharding = self._rules.sharding(self.mesh, axes, shape, staged=True)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        leaves = canonical_leaves(self.config, self.weights).values()
-        return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
+        leaves = canonical_leaves(self.config, self.weights).items()
+        if not self._placed:
+            return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for _, x in leaves]
+        return [placed_leaf(name, x, self.mesh, self._rules) for name, x in leaves]
 
     def layer_leaves(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the weights of a layer, or of one of its experts, as they come to the devices.
@@ -216,7 +240,7 @@ class DeviceLayout:
 
         def page(x: Any) -> Any:
             names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")
-            return self.place(x, *names)
+            return self.of_stages(x, *names)
 
         caches = jax.tree.map(page, [layer] * self.config.layers)
         return DeviceState(caches, jax.tree.map(self.of_lanes, self.slots(self.engine.max_batch + 1)))
@@ -227,21 +251,30 @@ class DeviceLayout:
         shapes = adapter_shapes(family, original, self.engine.max_lora_rank)
 
         def stack(layer: int, field: str, name: str) -> LowRankStack:
-            (rank, inputs), (outputs, _) = shapes[f"layers.{layer}.{name}"]
+            linear = f"layers.{self._example(layer)}.{name}"
+            (rank, inputs), (outputs, _) = shapes[linear]
             out_axis, in_axis = ADAPTER_AXES[field]
-            fitted = self._fitting.size(f"layers.{layer}.{name}")
+            fitted = self._fitting.size(linear)
             inputs, outputs = fitted if in_axis else inputs, fitted if out_axis else outputs
             count, dtype = self.engine.max_adapters, self.weights.dtype
-            a = self.place(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
-            b = self.place(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
+            a = self.of_stages(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
+            b = self.of_stages(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
             return LowRankStack(a, b)
 
         return [
             LayerAdapters(
-                **{field: stack(i, field, name) for field, name in LINEARS.items() if f"layers.{i}.{name}" in shapes}
+                **{
+                    field: stack(i, field, name)
+                    for field, name in LINEARS.items()
+                    if f"layers.{self._example(i)}.{name}" in shapes
+                }
             )
             for i in range(self.config.layers)
         ]
+
+    def _example(self, position: int) -> int:
+        """Return a layer of the model whose sizes those at a position have."""
+        return position if self.stages is None else self.stages.example(position)
 
     def one_adapter(self) -> list[LayerAdapters]:
         """Return the shapes of what `adapter_layers` returns."""
@@ -249,9 +282,9 @@ class DeviceLayout:
 
         def pair(field: str, stack: LowRankStack) -> LowRankStack:
             out_axis, in_axis = ADAPTER_AXES[field]
-            (_, rank, inputs), outputs = stack.a.shape, len(stack.b)
+            (_, rank, inputs), outputs = stack.a.shape, len(stack.b) // self.num_stages
             a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rank, inputs), (outputs, rank)))
-            return LowRankStack(self.place(a, None, in_axis), self.place(b, out_axis, None))
+            return LowRankStack(self.of_stages(a, None, in_axis), self.of_stages(b, out_axis, None))
 
         return [
             LayerAdapters(**{field: pair(field, stack) for field, stack in layer._asdict().items() if stack})
@@ -262,17 +295,22 @@ class DeviceLayout:
         """Return one adapter's matrices, as numpy arrays; zeros for linears that it does not adapt."""
         assert self.adapters is not None
 
-        def pair(layer: int, field: str, stack: LowRankStack) -> LowRankStack:
+        def matrices_of(layer: int | None, field: str, stack: LowRankStack) -> tuple[np.ndarray, np.ndarray]:
             linear = f"layers.{layer}.{LINEARS[field]}"
             matrices = adapter and adapter.layers.get(linear)
             if matrices:
                 out_axis, in_axis = ADAPTER_AXES[field]
                 a = self._fitting.take(linear, matrices.a, 1) if in_axis else matrices.a
                 b = self._fitting.take(linear, matrices.b, 0) if out_axis else matrices.b
-                return LowRankStack(a, b)  # type: ignore[arg-type]  # numpy until it is sent
-            (_, rank, inputs), (outputs, _, _) = stack.a.shape, stack.b.shape
-            zeros = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
-            return LowRankStack(*zeros)  # type: ignore[arg-type]
+                return a, b
+            (_, rank, inputs), outputs = stack.a.shape, len(stack.b) // self.num_stages
+            return np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
+
+        def pair(position: int, field: str, stack: LowRankStack) -> LowRankStack:
+            layers = (position,) if self.stages is None else self.stages.at(position)
+            parts = [matrices_of(layer, field, stack) for layer in layers]
+            a, b = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+            return LowRankStack(a, b)  # type: ignore[arg-type]  # numpy until it is sent
 
         return [
             LayerAdapters(**{field: pair(i, field, stack) for field, stack in layer._asdict().items() if stack})
@@ -288,8 +326,14 @@ class DeviceLayout:
 
     @property
     def output_sharding(self) -> Any:
-        """Where a program's results are placed, a pytree prefix: each lane's, one after the other."""
-        return None if self.mesh is None else self._rules.sharding(self.mesh, ["batch"], [self.lanes])
+        """Where a program's results are placed, a pytree prefix: each lane's, one after the other.
+
+        A program that goes through stages has them where the last stage is.
+        """
+        if self.mesh is None:
+            return None
+        shape = [self.num_stages * self.lanes]
+        return self._rules.sharding(self.mesh, ["batch"], shape, staged=self.stages is not None)
 
     def compiler_options(self, *, tokens: int) -> dict[str, str | bool | int]:
         """Return XLA's options for a pass over this many tokens."""

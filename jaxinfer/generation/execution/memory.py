@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
-from jaxinfer.generation.execution.programs import decode, pass_programs, prefill
+from jaxinfer.generation.execution.programs import pass_programs, whole_programs
 from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
@@ -281,8 +281,8 @@ def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], bucket
 def workspace_bytes(
     layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Any, Buckets]] | None = None
 ) -> int:
-    """Compile the largest programs and return their workspace, on each device. specs: None: prefill and decode."""
-    specs = specs or [prefill.spec(layout), decode.spec(layout)]
+    """Compile the largest programs and return their workspace, on each device. specs: None: of whole passes."""
+    specs = specs or whole_programs(layout)
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
     return max(program.memory.workspace_bytes for program in programs)

@@ -1,5 +1,6 @@
 """Packs a batch, padded to its buckets, into arrays on the host: the inputs of commands."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from jaxinfer.generation.execution.programs.embed import EncoderSizes
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
+from jaxinfer.generation.execution.programs.ring import RingSchedule, decode_sizes, ring_sizes
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
+from jaxinfer.sharding.schedules import queued_stride
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
@@ -31,6 +34,7 @@ class PassInputs(NamedTuple):
       bitmask: uint32 [M + B, V / 32], the tokens that may be chosen; None: all.
       passes: int32 [], how many passes.
       speculation_limits: int32 [B], how many speculative tokens each row may have in a pass.
+      schedule: how micro-batches go through the stages of a pipeline; None: there is none.
     """
 
     chunks: Chunks | None
@@ -38,6 +42,7 @@ class PassInputs(NamedTuple):
     bitmask: np.ndarray | None
     passes: np.int32
     speculation_limits: np.ndarray
+    schedule: RingSchedule | None = None
 
 
 class Packer:
@@ -71,26 +76,40 @@ class Packer:
     def pass_through(self, batch: Batch) -> Command:
         """Return the command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
         lanes = batch.lanes
-        sizes = self._sizes(batch)
-        bitmask = None
+        sizes, used = self._sizes(batch)
+        places = [sizes.places(len(lane.rows), used) for lane in lanes]
+        bitmask, schedule = None, None
         if any(part.bitmask is not None for part in batch.parts):
-            bitmask = np.concatenate([self._bitmask(lane, sizes) for lane in lanes])
+            bitmask = np.concatenate([self._bitmask(*lane, sizes) for lane in zip(lanes, places, strict=True)])
+        if (stages := self.layout.num_stages) > 1:
+            numbers = used, batch.passes, queued_stride(stages, used)
+            schedule = RingSchedule(*map(np.int32, numbers))  # type: ignore[arg-type]  # numpy until it is sent
+        rows = [(lane.rows, places_there) for lane, places_there in zip(lanes, places, strict=True)]
         inputs = PassInputs(
             _join([self._chunks(lane.chunks, sizes) for lane in lanes]) if sizes.chunks else None,
-            _join([self._rows(lane.rows, sizes) for lane in lanes]),
+            _join([self._rows(*there, sizes) for there in rows]),
             bitmask,
             np.int32(batch.passes),
-            np.concatenate([self._speculation_limits(lane.rows, sizes) for lane in lanes]),
+            np.concatenate([self._speculation_limits(*there, sizes) for there in rows]),
+            schedule,
         )
         return Command(sizes, inputs)
 
-    def _sizes(self, batch: Batch) -> Pass:
-        """Return the sizes of a pass, the largest of all lanes."""
-        buckets, lanes = self.buckets, batch.lanes
-        chunks = round_up(max(len(lane.chunks) for lane in lanes), (0, *buckets.chunks))
-        rows = round_up(max(len(lane.rows) for lane in lanes), buckets.prefill_rows if chunks else buckets.decode_rows)
+    def _sizes(self, batch: Batch) -> tuple[Pass, int]:
+        """Return the sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
+        buckets, stages = self.buckets, self.layout.num_stages
+        chunks, rows = (max(map(len, parts)) for parts in zip(*((x.chunks, x.rows) for x in batch.lanes), strict=True))
         pages = round_up(max(len(part.pages) for part in batch.parts), buckets.page_tables)
-        return Pass(chunks=chunks, batch=rows, speculative=batch.num_speculative_tokens, pages=pages)
+        speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
+        if stages > 1 and chunks:
+            sizes = ring_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
+            used = -(-chunks // (sizes.chunks // sizes.micro_batches))
+            each = round_up(-(-rows // used), buckets.prefill_rows)
+            return dataclasses.replace(sizes, batch=each * sizes.micro_batches), used
+        rows_padded = round_up(rows, buckets.prefill_rows if chunks else buckets.decode_rows)
+        if stages > 1:
+            return decode_sizes(batch.micro_batches, rows_padded, speculative, pages), min(batch.micro_batches, rows)
+        return Pass(chunks=padded, batch=rows_padded, speculative=speculative, pages=pages), 1
 
     # A lane
 
@@ -134,26 +153,26 @@ class Packer:
         for row, chunk in enumerate(chunks):
             slot[row], start[row], tokens[row] = chunk.slot, chunk.start, chunk.count
             chooses[row], pooling[row] = chunk.chooses, chunk.sequence.request.pooling
-        table = _page_table(chunks, count, sizes.pages)
+        table = _page_table(chunks, count, sizes.pages, range(len(chunks)))
         return Chunks(slot, start, tokens, chooses, pooling, table)  # type: ignore[arg-type]
 
-    def _rows(self, rows: Sequence[DecodeRow], sizes: Pass) -> Rows:
+    def _rows(self, rows: Sequence[DecodeRow], places: Sequence[int], sizes: Pass) -> Rows:
         slot = np.full(sizes.batch, self._nowhere, np.int32)
-        slot[: len(rows)] = [row.slot for row in rows]
-        return Rows(slot, _page_table(rows, sizes.batch, sizes.pages))  # type: ignore[arg-type]
+        slot[list(places)] = [row.slot for row in rows]
+        return Rows(slot, _page_table(rows, sizes.batch, sizes.pages, places))  # type: ignore[arg-type]
 
-    def _bitmask(self, lane: Batch, sizes: Pass) -> np.ndarray:
+    def _bitmask(self, lane: Batch, places: Sequence[int], sizes: Pass) -> np.ndarray:
         """Pack the tokens that chunks and rows may choose."""
         bitmask = np.full(self.layout.bitmask(sizes.chunks + sizes.batch).shape, ALL_TOKENS, np.uint32)
-        for first, parts in ((0, lane.chunks), (sizes.chunks, lane.rows)):
-            for row, part in enumerate(parts, first):
-                if part.bitmask is not None:
-                    bitmask[row] = part.bitmask
+        at = (*range(len(lane.chunks)), *(sizes.chunks + place for place in places))
+        for row, part in zip(at, lane.parts, strict=True):
+            if part.bitmask is not None:
+                bitmask[row] = part.bitmask
         return bitmask
 
-    def _speculation_limits(self, rows: Sequence[DecodeRow], sizes: Pass) -> np.ndarray:
+    def _speculation_limits(self, rows: Sequence[DecodeRow], places: Sequence[int], sizes: Pass) -> np.ndarray:
         limits = np.zeros(sizes.batch, np.int32)
-        limits[: len(rows)] = [row.num_speculative_tokens for row in rows]
+        limits[list(places)] = [row.num_speculative_tokens for row in rows]
         return limits
 
 
@@ -162,9 +181,9 @@ def _join[T](lanes: list[T]) -> T:
     return lanes[0] if len(lanes) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *lanes)
 
 
-def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int) -> np.ndarray:
+def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int, places: Sequence[int]) -> np.ndarray:
     table = np.zeros((count, width), np.int32)
-    for row, part in enumerate(parts):
+    for row, part in zip(places, parts, strict=True):
         table[row, : len(part.pages)] = part.pages
     return table
 

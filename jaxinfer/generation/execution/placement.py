@@ -233,7 +233,12 @@ def plan_placement(
 
 
 def _check_lanes(opened: OpenedModel, memory: MemoryConfig) -> None:
-    """Raise ValueError for a mesh with lanes unless all weights are to be on the devices."""
+    """Raise ValueError for a mesh with lanes or stages unless all weights are to be on the devices."""
+    if memory.weights != "device" and opened.stages is not None:
+        raise ValueError(
+            f"weights={memory.weights!r} is not for a mesh with stages, and this one has "
+            f"pipeline={opened.stages.count}: leave weights out, or use another axis."
+        )
     if memory.weights != "device" and opened.lanes > 1:
         raise ValueError(
             f"weights={memory.weights!r} is not for a mesh with lanes, and this one has data={opened.lanes}: leave "

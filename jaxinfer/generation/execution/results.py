@@ -1,5 +1,6 @@
 """Reads the results of programs into the plain values of a `StepOutput`."""
 
+from collections.abc import Sequence as Ordered
 from typing import Any
 
 import jax
@@ -15,11 +16,14 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.logprobs import Logprobs
 
 
-def split_lanes[T: PrefillOutput | DecodeOutput](output: T, lanes: int) -> list[T]:
-    """Divide results on the host, which have each lane's one after the other."""
-    if lanes == 1:
+def split_lanes[T: PrefillOutput | DecodeOutput](output: T, lanes: int, stages: int = 1) -> list[T]:
+    """Divide results on the host, which have each lane's one after the other.
+
+    stages: of a pipeline, whose last stage's results count; they come last.
+    """
+    if lanes * stages == 1:
         return [output]
-    parts = jax.tree.map(lambda x: np.split(x, lanes), output)
+    parts = jax.tree.map(lambda x: np.split(x, lanes * stages)[-lanes:], output)
     return [jax.tree.map(lambda _, split, lane=lane: split[lane], output, parts) for lane in range(lanes)]
 
 
@@ -36,13 +40,13 @@ def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
     return output._replace(**unasked)
 
 
-def read_prefill(batch: Batch, output: PrefillOutput, *, padded_chunks: int) -> list[SequenceOutput]:
-    """Read the results of `prefill` for each of `Batch.parts`; rows come after `padded_chunks` chunks."""
+def read_prefill(batch: Batch, output: PrefillOutput, places: Ordered[int]) -> list[SequenceOutput]:
+    """Read the results of `prefill` for each of `Batch.parts`. places: of the rows in the results."""
     tokens, produced = output.tokens.tolist(), output.produced.tolist()
     results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
-    for index, row in enumerate(batch.rows, padded_chunks):
-        new, places = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
-        logprobs, load = _logprobs(row.sequence, output.logprobs, places, new), _expert_load(output.experts, index)
+    for index, row in zip(places, batch.rows, strict=True):
+        new, at = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
+        logprobs, load = _logprobs(row.sequence, output.logprobs, at, new), _expert_load(output.experts, index)
         results.append(SequenceOutput(new, logprobs, expert_load=load))
     return results
 
@@ -76,11 +80,12 @@ def _prompt_logprobs(chunk: Chunk, logprobs: Logprobs, index: int, top: int) -> 
     return [(at, _token_logprob(logprobs, (index, at - chunk.start - 1), ids[at], top)) for at in positions]
 
 
-def read_decode(batch: Batch, output: DecodeOutput) -> list[SequenceOutput]:
-    """Read the results of `decode` for each row."""
+def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> list[SequenceOutput]:
+    """Read the results of `decode` for each row. places: of the rows in the results."""
     results = []
-    columns = (x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted))
-    for index, (row, tokens, produced, proposed, accepted) in enumerate(zip(batch.rows, *columns, strict=False)):
+    columns = [x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted)]
+    for index, row in zip(places, batch.rows, strict=True):
+        tokens, produced, proposed, accepted = (column[index] for column in columns)
         tokens = tokens[:produced]
         logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], tokens)
         results.append(

@@ -46,7 +46,7 @@ class WholeDecoderPasses(WholePasses):
             given = inputs.rows, bitmask, inputs.passes, inputs.speculation_limits
         program = self._programs.cache.get(program_sizes)
         state.arrays, output = program(state.layout.leaves, state.adapters, state.arrays, *given)
-        return [PassResult(program.name, program.bucket, sizes.chunks, output)]
+        return [PassResult(program.name, program.bucket, sizes, output)]
 
 
 class WholeEncoderPasses(WholePasses):

@@ -26,6 +26,7 @@ from jaxinfer.models.config import DecoderConfig, ModelConfig, TransformerConfig
 from jaxinfer.models.files.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
+from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import QuantizedFormat, Weights
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
@@ -112,10 +113,20 @@ class OpenedModel:
         """How many groups of its devices have different requests."""
         return self.rules.lanes(self.mesh)
 
+    @functools.cached_property
+    def stages(self) -> Stages | None:
+        """The layers of each stage of a pipeline; None: each device has parts of all layers."""
+        return stages_on(self.config, self.mesh, self.rules)
+
     @property
     def shapes(self) -> Mapping[str, Leaf]:
-        """The leaves on the devices by name, in the order in which programs take them."""
+        """The leaves of the model by name; without stages in the order in which programs take them."""
         return canonical_leaves(self.config, self.weights)
+
+    @property
+    def leaves_of_stage(self) -> Mapping[str, Leaf]:
+        """The leaves of each stage by name and position, in the order in which programs take them."""
+        return self.shapes if self.stages is None else canonical_leaves(self.stages.config, self.weights)
 
     def sharding(self, leaf: Leaf) -> Sharding:
         """Return where one of `shapes` lives."""
@@ -141,16 +152,16 @@ class OpenedModel:
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
     def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
-        """Return the leaves that are selected by name, as `read` places them."""
+        """Return the leaves that are selected by name, as programs take them."""
         return [
-            jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=self.sharding(leaf))
-            for name, leaf in self.shapes.items()
+            devices.placed_leaf(name, leaf, self.mesh, self.rules)
+            for name, leaf in self.leaves_of_stage.items()
             if only(name)
         ]
 
     def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
         """Return bytes of each device's part of the leaves that are selected by name."""
-        chosen = {name: leaf for name, leaf in self.shapes.items() if only(name)}
+        chosen = {name: leaf for name, leaf in self.leaves_of_stage.items() if only(name)}
         return devices.bytes_per_device(chosen, self.mesh, self.rules)
 
     def read(
@@ -169,6 +180,7 @@ class OpenedModel:
             only=only,
             part=expert,
             takes=self.fitting.of_leaf,
+            mesh_of=self._mesh_of,
         )
         selected = {name: leaf for name, leaf in self.shapes.items() if only(name) and (expert is None or leaf.parts)}
         arrays: dict[str, jax.Array] = {}
@@ -177,11 +189,43 @@ class OpenedModel:
                 whole, _ = part_of(name)
                 for made, value in _adapt(whole, array, self.shapes[whole]).items():
                     leaf = self.shapes[made] if expert is None else self.shapes[made].part
-                    arrays[made] = jax.device_put(value, self.sharding(leaf))
+                    sharding = devices.sharding_on(self._mesh_of(made), self.rules, leaf.axes, leaf.shape)
+                    arrays[made] = jax.device_put(value, sharding)
                     arrays[made].block_until_ready()  # otherwise reading runs ahead and the originals pile up
                     work.advance()
+        if self.stages is not None:
+            return self._join_stages(self.stages, arrays)
         names = [name for name in selected if name in arrays]
         return {name if expert is None else part_name(name, expert): arrays[name] for name in names}
+
+    def _mesh_of(self, name: str) -> Mesh | None:
+        """Return the devices that a leaf of the model is on: those of its stage."""
+        layer = layer_of(name)
+        if self.stages is None or layer is None:
+            return self.mesh
+        assert self.mesh is not None
+        return devices.mesh_of_stage(self.mesh, self.stages.of_layer(layer))
+
+    def _join_stages(self, stages: Stages, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the leaves as programs take them, from those of each layer on its stage's devices; copies nothing."""
+        assert self.mesh is not None
+        joined: dict[str, jax.Array] = {}
+        for name, leaf in self.leaves_of_stage.items():
+            if (position := layer_of(name)) is None:
+                joined[name] = arrays.pop(name)
+                continue
+            parts = []
+            for stage, layer in enumerate(stages.at(position)):
+                if layer is not None:
+                    parts.append(arrays.pop(name.replace(f"layers.{position}.", f"layers.{layer}.", 1)))
+                else:
+                    there = devices.mesh_of_stage(self.mesh, stage)
+                    zeros = np.zeros(leaf.shape, leaf.dtype)
+                    parts.append(jax.device_put(zeros, devices.sharding_on(there, self.rules, leaf.axes, leaf.shape)))
+            placed = devices.placed_leaf(name, leaf, self.mesh, self.rules)
+            shards = [shard.data for part in parts for shard in part.addressable_shards]
+            joined[name] = jax.make_array_from_single_device_arrays(placed.shape, placed.sharding, shards)
+        return joined
 
     def _keeps(self, name: str) -> bool:
         """Return whether a leaf is read as stored: in its own format, or narrower than what it is quantised from."""
@@ -206,6 +250,8 @@ class LoadedModel(OpenedModel):
 
     @functools.cached_property
     def state(self) -> "nnx.State":
+        if self.stages is not None:
+            raise ValueError(f"{self.name} is in {self.stages}, each on its own devices: load it without a pipeline.")
         return _abstract().state_of(self.config, self.weights, self.leaves.values())
 
 
@@ -227,6 +273,7 @@ def open_model(
     _check_leaves(folder, manifest, description)
     try:
         fitting = fit(description.config, weights, mesh, rules, stored=description.quantization)
+        stages_on(fitting.config, mesh, rules)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     return OpenedModel(

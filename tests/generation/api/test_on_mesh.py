@@ -367,13 +367,12 @@ def test_rounded_experts_are_as_precise_in_parts(mixture, mesh, options):
 @pytest.mark.parametrize(
     ("shape", "rules", "message"),
     [
-        ({"pipeline": 2, "tensor": 2}, None, r"mesh: MeshConfig.pipeline=2 is not implemented yet"),
         ({"model": 2}, None, r"mesh: unknown field 'model'; known: data, pipeline, expert, tensor"),
         (None, ShardingRules(vocab=None), "rules say how a mesh splits a model, and there is no mesh"),
         (
             {"tensor": 2},
             ShardingRules(mlp=("pipeline", "tensor")),
-            r"ShardingRules.mlp=\('pipeline', 'tensor'\): nothing is split over 'pipeline', which is not implemented",
+            r"ShardingRules.mlp=\('pipeline', 'tensor'\): devices along 'pipeline' have other layers",
         ),
     ],
 )

@@ -13,13 +13,27 @@ from typing import Any
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout
-from jaxinfer.generation.execution.programs import admit, chain, copy_pages, decode, experts, place_adapter, prefill
+from jaxinfer.generation.execution.programs import (
+    admit,
+    chain,
+    copy_pages,
+    decode,
+    experts,
+    place_adapter,
+    prefill,
+    ring,
+)
 from jaxinfer.streaming.config import LayerRange
 
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """Return all programs of a decoder."""
-    return [*state_programs(layout), prefill.spec(layout), decode.spec(layout)]
+    return [*state_programs(layout), *whole_programs(layout)]
+
+
+def whole_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
+    """Return the programs that run passes through a decoder whose layers are all on the devices."""
+    return [prefill.spec(layout), decode.spec(layout)] if layout.stages is None else [ring.spec(layout)]
 
 
 def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:

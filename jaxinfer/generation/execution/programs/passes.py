@@ -27,6 +27,10 @@ class Pass(Sizes):
         """Return a program's sizes in a pass of these sizes."""
         return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
 
+    def places(self, rows: int, micro_batches: int = 1) -> range | list[int]:
+        """Return where so many rows are among the padded ones; micro_batches: those that are not empty."""
+        return range(rows)
+
     def tokens(self, chunk_size: int) -> int:
         """Return the number of its tokens, padding included."""
         return self.chunks * chunk_size + self.batch * (1 + self.speculative)

@@ -151,22 +151,46 @@ def add_tokens(
     *,
     processors: LogitsProcessors,
 ) -> tuple[Slots, PrefillOutput]:
-    """End a pass: choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
-    decoding = progress_of(slots, rows.slot)
+    """End a pass: choose the tokens that come next, and put them into their slots; `hidden` as for `next_tokens`."""
+    output = next_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
+    return append_next(slots, chunks, rows, output), output
+
+
+def next_tokens(
+    model: "Decoder",
+    slots: Slots,
+    hidden: list[jax.Array],
+    chunks: Chunks,
+    rows: Rows,
+    bitmask: jax.Array,
+    *,
+    processors: LogitsProcessors,
+) -> PrefillOutput:
+    """Choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
     last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
     ends = [jnp.take_along_axis(hidden[0], last, axis=1)[:, 0], *(group[:, 0] for group in hidden[1:])]
-    slot = jnp.concatenate([chunks.slot, rows.slot])
-    length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
-    produced = jnp.concatenate([chunks.chooses, decoding.active])
+    slot, length, produced = _ends(slots, chunks, rows)
     options = options_of(slots, slot)
     logits = model.logits(jnp.concatenate(ends))  # [M + B, V]
     tokens, logprobs = _choose(logits, slots.history, slot, length, options, bitmask, processors, vocab=model.cfg.vocab)
-    before, count = progress(length, produced), produced.astype(jnp.int32)
-    history, after = append(slots.history, slot, before, tokens[:, None], count, options)
-    slots = with_progress(slots._replace(history=history), slot, after, produced)
     prompt_logprobs = _prompt_logprobs(model, hidden[0], slots.history, chunks, options)
-    pooled = _pooled(hidden[0], chunks)
-    return slots, PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
+    return PrefillOutput(tokens, produced, logprobs, prompt_logprobs, _pooled(hidden[0], chunks))
+
+
+def append_next(slots: Slots, chunks: Chunks, rows: Rows, output: PrefillOutput) -> Slots:
+    """Put the tokens that were chosen, where they count, into their slots."""
+    slot, length, _ = _ends(slots, chunks, rows)
+    before, count = progress(length, output.produced), output.produced.astype(jnp.int32)
+    history, after = append(slots.history, slot, before, output.tokens[:, None], count, options_of(slots, slot))
+    return with_progress(slots._replace(history=history), slot, after, output.produced)
+
+
+def _ends(slots: Slots, chunks: Chunks, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the slot of each chunk and row, its known tokens after the pass, and whether a token comes next."""
+    decoding = progress_of(slots, rows.slot)
+    slot = jnp.concatenate([chunks.slot, rows.slot])
+    length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
+    return slot, length, jnp.concatenate([chunks.chooses, decoding.active])
 
 
 def _pooled(hidden: jax.Array, chunks: Chunks) -> jax.Array:

@@ -154,7 +154,17 @@ def verify(
     hidden: [B, 1 + W, D].
     Returns the state after the pass, and how many speculative tokens were right, int32 [B].
     """
-    tokens, logprobs = _choose(model, step, before, hidden, guess.tokens, processors)
+    tokens, logprobs = choose_tokens(model, step, before, hidden, guess.tokens, processors)
+    return accept(step, before, guess, tokens, logprobs)
+
+
+def accept(
+    step: DecodeRows, before: Passed, guess: Speculation, tokens: jax.Array, logprobs: Logprobs
+) -> tuple[Passed, jax.Array]:
+    """Keep tokens [B, 1 + W] that were chosen, up to the first that was not guessed; returns what `verify` does.
+
+    logprobs: of the step, with theirs.
+    """
     index = jnp.arange(guess.tokens.shape[1])
     right = jnp.cumprod((tokens[:, :-1] == guess.tokens) & (index < guess.num_tokens[:, None]), axis=1)
     accepted = jnp.sum(right, axis=1)
@@ -163,7 +173,7 @@ def verify(
     return Passed(history, progress, logprobs), accepted
 
 
-def _choose(
+def choose_tokens(
     model: "Decoder",
     step: DecodeRows,
     before: Passed,
@@ -171,7 +181,12 @@ def _choose(
     speculative: jax.Array,
     processors: LogitsProcessors,
 ) -> tuple[jax.Array, Logprobs]:
-    """Return the token after each token of a row, int32 [B, W], and the step's log probabilities with theirs."""
+    """Return the token after each token of a row, int32 [B, 1 + W], and the step's log probabilities with theirs.
+
+    Args:
+      hidden: [B, 1 + W, D].
+      speculative: int32 [B, W], the tokens that were guessed.
+    """
     batch, width = hidden.shape[:2]
     logits = model.logits(hidden.reshape(batch * width, -1))
 

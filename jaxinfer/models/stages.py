@@ -1,0 +1,138 @@
+"""The layers of a model as stages of a pipeline, which all run one program (DeepSpeed Inference, section IV-B).
+
+Stage s has consecutive layers of the model. Layers at the same position of all stages are of one kind, so that their
+weights can lie side by side: a position at which a stage has no such layer is left out there, an identity layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.sharding import ShardingRules
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The layers of each stage.
+
+    Attributes:
+      config: of the layers of one stage, by position, and of all that is there once.
+      layers: for each stage the layer of the model at each position; None: the identity.
+    """
+
+    config: DecoderConfig
+    layers: tuple[tuple[int | None, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return len(self.layers)
+
+    def at(self, position: int) -> tuple[int | None, ...]:
+        """Return the layer that each stage has at a position."""
+        return tuple(stage[position] for stage in self.layers)
+
+    def of_layer(self, layer: int) -> int:
+        """Return the stage that has a layer of the model."""
+        return next(stage for stage, layers in enumerate(self.layers) if layer in layers)
+
+    def there(self, position: int) -> tuple[bool, ...]:
+        """Return whether each stage has a layer at a position."""
+        return tuple(layer is not None for layer in self.at(position))
+
+    def example(self, position: int) -> int:
+        """Return a layer of the model of the kind that a position has."""
+        return next(layer for layer in self.at(position) if layer is not None)
+
+    def __str__(self) -> str:
+        counts = [sum(layer is not None for layer in stage) for stage in self.layers]
+        return f"{self.count} stages of {', '.join(map(str, counts))} layers"
+
+
+def stages_on(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> Stages | None:
+    """Return the stages of a model on a mesh; None: each device has parts of all layers.
+
+    Raises ValueError for a model whose layers cannot be divided so.
+    """
+    count = rules.stages_of(mesh)
+    if count == 1:
+        return None
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"mesh pipeline={count}: only decoders run in stages; set pipeline = 1 and split by tensor.")
+    return divide(config, count)
+
+
+@functools.cache
+def divide(config: DecoderConfig, count: int) -> Stages:
+    """Divide the layers of a model into so many stages, as evenly as they go, the first ones larger.
+
+    Raises ValueError if there are fewer layers than stages, or so many kinds of layers that each device would have as
+    many positions as the model has layers.
+    """
+    if count > config.layers:
+        raise ValueError(
+            f"mesh pipeline={count}: the model has {config.layers} layers, fewer than stages; lower pipeline to at "
+            f"most {config.layers}."
+        )
+    kinds, sizes = config.layer_kinds, [len(range(stage, config.layers, count)) for stage in range(count)]
+    first = [sum(sizes[:stage]) for stage in range(count)]
+    parts = [range(start, start + size) for start, size in zip(first, sizes, strict=True)]
+    pattern: tuple[int, ...] = ()
+    for part in parts:
+        pattern = _shortest_common(pattern, tuple(kinds[layer] for layer in part))
+    if len(pattern) >= config.layers and count > 1:
+        nearest = next(n for n in range(count - 1, 0, -1) if n == 1 or _divides(config, n))
+        raise ValueError(
+            f"mesh pipeline={count}: the layers of its stages differ in kind (windows, positions, MLPs or scales), and "
+            f"side by side they would need {len(pattern)} positions on each device, as many as the model has layers; "
+            f"set pipeline = {nearest}."
+        )
+    return Stages(_config_of(config, pattern), tuple(_place(part, kinds, pattern) for part in parts))
+
+
+def _divides(config: DecoderConfig, count: int) -> bool:
+    try:
+        divide(config, count)
+    except ValueError:
+        return False
+    return True
+
+
+def _config_of(config: DecoderConfig, layers: Sequence[int]) -> DecoderConfig:
+    """Return the config of a model that has these layers of another one."""
+    return dataclasses.replace(
+        config,
+        layers=len(layers),
+        attention=dataclasses.replace(config.attention, windows=tuple(config.attention.window(x) for x in layers)),
+        layer_positions=tuple(config.positions_in(x) for x in layers) if config.layer_positions else (),
+        layer_mlps=tuple(config.mlp_in(x) for x in layers) if config.layer_mlps else (),
+    )
+
+
+def _place(layers: Sequence[int], kinds: Sequence[int], pattern: Sequence[int]) -> tuple[int | None, ...]:
+    """Put layers at positions of their kinds, in order."""
+    rest, placed = list(layers), list[int | None]()
+    for kind in pattern:
+        placed.append(rest.pop(0) if rest and kinds[rest[0]] == kind else None)
+    return tuple(placed)
+
+
+def _shortest_common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shortest sequence that has both within it, in their order."""
+    # length[i][j]: of the shortest one for a[i:] and b[j:]
+    length = [[len(a) - i + len(b) - j for j in range(len(b) + 1)] for i in range(len(a) + 1)]
+    for i in reversed(range(len(a))):
+        for j in reversed(range(len(b))):
+            if a[i] == b[j]:
+                length[i][j] = 1 + length[i + 1][j + 1]
+            else:
+                length[i][j] = 1 + min(length[i + 1][j], length[i][j + 1])
+    common, i, j = list[int](), 0, 0
+    while i < len(a) and j < len(b):
+        both, skip_a = a[i] == b[j], length[i + 1][j] < length[i][j + 1]
+        common.append(a[i] if both or skip_a else b[j])
+        i, j = i + (both or skip_a), j + (both or not skip_a)
+    return (*common, *a[i:], *b[j:])
