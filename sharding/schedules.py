@@ -43,7 +43,7 @@ def ring_job(tick: Any, stage: Any, *, micro_batches: Any, passes: Any, stride: 
 
 
 class Phase(enum.StrEnum):
-    """What a pass is for: reading prompts, which makes the first token, or making one token more."""
+    """Purpose of a pass: reading prompts, which makes the first token, or making one token more."""
 
     PROMPT = "prompt"
     GENERATION = "generation"
@@ -51,7 +51,7 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a stage does in a tick.
+    """Work of a stage in a tick.
 
     Attributes:
       micro_batch: its number; prompts and generation may be divided into different ones.
@@ -75,7 +75,7 @@ def job_of_pass(micro_batch: int, number: int) -> Job:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What each stage does at each tick, in order; a tick lasts as long as its longest job.
+    """Jobs of each stage at each tick, in order; a tick lasts as long as its longest job.
 
     Attributes:
       stages: how many there are.
