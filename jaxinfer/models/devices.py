@@ -16,7 +16,6 @@ from rich.filesize import decimal
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from jaxinfer.models.leaves import layer_of
 from jaxinfer.pallas_kernels.target import gpu_or_none
 from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules, check_mesh, check_rules, read_mesh
 
@@ -95,12 +94,13 @@ def fetch_sharding_on(
     return rules.fetch_sharding(mesh, axes, shape)
 
 
-def placed_leaf(name: str, leaf: Leaf, mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> jax.ShapeDtypeStruct:
-    """Return a leaf of one stage as programs take it: of a layer, those of all stages one after the other."""
+def placed_leaf(
+    leaf: Leaf, mesh: Mesh | AbstractMesh | None, rules: ShardingRules, *, staged: bool = False
+) -> jax.ShapeDtypeStruct:
+    """Return a leaf as programs take it. staged: whether it is one of each stage, put one after the other."""
     shape, dtype = leaf.shape, np.dtype(leaf.dtype)
     if mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_on(None, rules, leaf.axes, shape))
-    staged = layer_of(name) is not None
     if staged:
         shape = (rules.stages_of(mesh) * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding(mesh, leaf.axes, shape, staged=staged))

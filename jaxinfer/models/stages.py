@@ -6,12 +6,32 @@ weights can lie side by side: a position at which a stage has no such layer is l
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.models.leaves import canonical_leaves, layer_of
+from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
+
+ENDS = {"embed.table": "head.weight", "embed.scale": "head.scale"}
+"""Leaves that the first stage alone needs -> those of which the last one has as many: they take the same place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLeaf:
+    """A leaf of the program that all stages run.
+
+    Attributes:
+      leaf: of each stage.
+      parts: for each stage the leaf of the model that it is there; None: zeros. Empty: it is one leaf for all.
+    """
+
+    leaf: Leaf
+    parts: tuple[str | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +55,6 @@ class Stages:
         """Return the layer that each stage has at a position."""
         return tuple(stage[position] for stage in self.layers)
 
-    def of_layer(self, layer: int) -> int:
-        """Return the stage that has a layer of the model."""
-        return next(stage for stage, layers in enumerate(self.layers) if layer in layers)
-
     def there(self, position: int) -> tuple[bool, ...]:
         """Return whether each stage has a layer at a position."""
         return tuple(layer is not None for layer in self.at(position))
@@ -46,6 +62,41 @@ class Stages:
     def example(self, position: int) -> int:
         """Return a layer of the model of the kind that a position has."""
         return next(layer for layer in self.at(position) if layer is not None)
+
+    @functools.cache  # noqa: B019  # stages are few, and are kept by `divide` anyway
+    def leaves(self, weights: WeightFormat) -> Mapping[str, StageLeaf]:
+        """Return the leaves that programs take, by name and position, in their order."""
+        canonical, ends = canonical_leaves(self.config, weights), self._ends(weights)
+        between = (None,) * (self.count - 2)
+        leaves = dict[str, StageLeaf]()
+        for name, leaf in canonical.items():
+            if (position := layer_of(name)) is not None:
+                rest = name.removeprefix(f"layers.{position}.")
+                names = (None if layer is None else f"layers.{layer}.{rest}" for layer in self.at(position))
+                leaves[name] = StageLeaf(leaf, tuple(names))
+            elif name in ends:
+                leaves[name] = StageLeaf(leaf, (name, *between, ends[name]))
+            elif name not in ends.values():
+                leaves[name] = StageLeaf(leaf)
+        return types.MappingProxyType(leaves)
+
+    def _ends(self, weights: WeightFormat) -> dict[str, str]:
+        """Return those of `ENDS` that can take the same place: all of them, or none."""
+        leaves = canonical_leaves(self.config, weights)
+        ends = {first: last for first, last in ENDS.items() if first in leaves or last in leaves}
+        alike = all(first in leaves and leaves.get(first) == leaves.get(last) for first, last in ends.items())
+        return ends if alike else {}
+
+    def order(self, weights: WeightFormat) -> tuple[int, ...]:
+        """Return the place of each of the model's leaves, in their order, among `leaves`."""
+        places = {name: place for place, name in enumerate(self.leaves(weights))}
+        firsts = {last: first for first, last in self._ends(weights).items()}
+        return tuple(places[firsts.get(name, name)] for name in canonical_leaves(self.config, weights))
+
+    def stage_of(self, name: str, weights: WeightFormat) -> int | None:
+        """Return the stage that alone has a leaf of the model; None: all have it."""
+        parts = (leaf.parts for leaf in self.leaves(weights).values())
+        return next((part.index(name) for part in parts if name in part), None)
 
     def __str__(self) -> str:
         counts = [sum(layer is not None for layer in stage) for stage in self.layers]

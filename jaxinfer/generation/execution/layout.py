@@ -68,6 +68,8 @@ class DecoderStatic:
         def function(leaves: list[jax.Array], *rest: Any) -> Any:
             from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
+            if self.stages is not None:
+                leaves = [leaves[place] for place in self.stages.order(self.weights)]
             with use_rules(self.rules):
                 return body(merge_model(self.config, self.weights, leaves), *rest)
 
@@ -186,10 +188,11 @@ class DeviceLayout:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
-        leaves = canonical_leaves(self.config, self.weights).items()
-        if not self._placed:
-            return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for _, x in leaves]
-        return [placed_leaf(name, x, self.mesh, self._rules) for name, x in leaves]
+        if self.stages is not None:
+            leaves = self.stages.leaves(self.weights).values()
+            return [placed_leaf(x.leaf, self.mesh, self._rules, staged=bool(x.parts)) for x in leaves]
+        leaves = canonical_leaves(self.config, self.weights).values()
+        return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
 
     def layer_leaves(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the weights of a layer, or of one of its experts, as they come to the devices.

@@ -26,7 +26,7 @@ from jaxinfer.models.config import DecoderConfig, ModelConfig, TransformerConfig
 from jaxinfer.models.files.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
-from jaxinfer.models.stages import Stages, stages_on
+from jaxinfer.models.stages import StageLeaf, Stages, stages_on
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import QuantizedFormat, Weights
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
@@ -124,9 +124,11 @@ class OpenedModel:
         return canonical_leaves(self.config, self.weights)
 
     @property
-    def leaves_of_stage(self) -> Mapping[str, Leaf]:
-        """The leaves of each stage by name and position, in the order in which programs take them."""
-        return self.shapes if self.stages is None else canonical_leaves(self.stages.config, self.weights)
+    def stage_leaves(self) -> Mapping[str, StageLeaf]:
+        """The leaves that programs take, by name, in their order: with stages by position."""
+        if self.stages is None:
+            return {name: StageLeaf(leaf) for name, leaf in self.shapes.items()}
+        return self.stages.leaves(self.weights)
 
     def sharding(self, leaf: Leaf) -> Sharding:
         """Return where one of `shapes` lives."""
@@ -153,15 +155,14 @@ class OpenedModel:
 
     def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
         """Return the leaves that are selected by name, as programs take them."""
-        return [
-            devices.placed_leaf(name, leaf, self.mesh, self.rules)
-            for name, leaf in self.leaves_of_stage.items()
-            if only(name)
-        ]
+        return [self._placed(leaf) for name, leaf in self.stage_leaves.items() if only(name)]
+
+    def _placed(self, leaf: StageLeaf) -> jax.ShapeDtypeStruct:
+        return devices.placed_leaf(leaf.leaf, self.mesh, self.rules, staged=bool(leaf.parts))
 
     def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
         """Return bytes of each device's part of the leaves that are selected by name."""
-        chosen = {name: leaf for name, leaf in self.leaves_of_stage.items() if only(name)}
+        chosen = {name: leaf.leaf for name, leaf in self.stage_leaves.items() if only(name)}
         return devices.bytes_per_device(chosen, self.mesh, self.rules)
 
     def read(
@@ -200,32 +201,29 @@ class OpenedModel:
 
     def _mesh_of(self, name: str) -> Mesh | None:
         """Return the devices that a leaf of the model is on: those of its stage."""
-        layer = layer_of(name)
-        if self.stages is None or layer is None:
+        stage = None if self.stages is None else self.stages.stage_of(name, self.weights)
+        if stage is None:
             return self.mesh
         assert self.mesh is not None
-        return devices.mesh_of_stage(self.mesh, self.stages.of_layer(layer))
+        return devices.mesh_of_stage(self.mesh, stage)
 
     def _join_stages(self, stages: Stages, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the leaves as programs take them, from those of each layer on its stage's devices; copies nothing."""
+        """Return the leaves as programs take them, from those on the devices of one stage each; copies nothing."""
+        return {
+            name: self._join_parts(leaf, arrays) if leaf.parts else arrays.pop(name)
+            for name, leaf in stages.leaves(self.weights).items()
+        }
+
+    def _join_parts(self, leaf: StageLeaf, arrays: dict[str, jax.Array]) -> jax.Array:
         assert self.mesh is not None
-        joined: dict[str, jax.Array] = {}
-        for name, leaf in self.leaves_of_stage.items():
-            if (position := layer_of(name)) is None:
-                joined[name] = arrays.pop(name)
-                continue
-            parts = []
-            for stage, layer in enumerate(stages.at(position)):
-                if layer is not None:
-                    parts.append(arrays.pop(name.replace(f"layers.{position}.", f"layers.{layer}.", 1)))
-                else:
-                    there = devices.mesh_of_stage(self.mesh, stage)
-                    zeros = np.zeros(leaf.shape, leaf.dtype)
-                    parts.append(jax.device_put(zeros, devices.sharding_on(there, self.rules, leaf.axes, leaf.shape)))
-            placed = devices.placed_leaf(name, leaf, self.mesh, self.rules)
-            shards = [shard.data for part in parts for shard in part.addressable_shards]
-            joined[name] = jax.make_array_from_single_device_arrays(placed.shape, placed.sharding, shards)
-        return joined
+        parts, zeros = [], np.zeros(leaf.leaf.shape, leaf.leaf.dtype)
+        for stage, name in enumerate(leaf.parts):
+            mesh = devices.mesh_of_stage(self.mesh, stage)
+            there = devices.sharding_on(mesh, self.rules, leaf.leaf.axes, leaf.leaf.shape)
+            parts.append(jax.device_put(zeros, there) if name is None else arrays.pop(name))
+        placed = self._placed(leaf)
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(placed.shape, placed.sharding, shards)
 
     def _keeps(self, name: str) -> bool:
         """Return whether a leaf is read as stored: in its own format, or narrower than what it is quantised from."""
