@@ -1,6 +1,7 @@
 """Generate with a model sharded over a device mesh that a TOML file describes.
 
     python examples/generate_on_mesh.py examples/demo_model --mesh examples/mesh.toml
+    python examples/generate_on_mesh.py examples/demo_model --mesh examples/pipeline_mesh.toml
     python examples/generate_on_mesh.py examples/moe_demo_model --mesh examples/moe_mesh.toml
 
 On a machine without several accelerators the mesh consists of virtual CPU devices: nothing gets faster, but the
@@ -14,22 +15,23 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")
 
-import jax
-
 from jaxinfer import LLM, SamplingParams
 
 PROMPTS = ['def read_lines(path):\n    """Return the lines of a file."""\n', "import os\nimport sys\n"]
-"""Lanes (`data = 2`) have one each."""
+"""Lanes (`data = 2`) have one each, and so have the stages of a pipeline at any time."""
 
 
 def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Generate on the mesh and on one device; return the token ids of both."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm = LLM(model, mesh=mesh_file, max_batch=len(PROMPTS))
-    for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:
-        name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+    if llm.model.stages is not None:
+        print(llm.model.stages)
+    for name, leaf in list(llm.model.leaves.items())[:12]:
         print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
     on_mesh = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    if (pipeline := llm.stats().pipeline) is not None:
+        print(f"--- stages were idle for {pipeline.idle_share:.0%} of the time")
     print(f"--- on {len(llm.model.leaves['embed.table'].devices())} devices")
     for prompt, completion in zip(PROMPTS, on_mesh, strict=True):
         print(f"{prompt}{completion.text}\n---")

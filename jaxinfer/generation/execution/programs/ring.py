@@ -435,7 +435,7 @@ def reachable(layout: DeviceLayout, buckets: Buckets) -> Iterable[Ring]:
             for rows in buckets.prefill_rows:
                 yield ring_sizes(stages, chunks=chunks, rows_of_each=rows, pages=pages)
         for rows in buckets.decode_rows:
-            for micro_batches in (1, stages):
+            for micro_batches in (1, stages) if rows > 1 else (1,):
                 for speculative in sorted({0, most}):
                     yield decode_sizes(micro_batches, rows, speculative, pages)
 
