@@ -31,7 +31,7 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, ring_buckets, sliced_buckets, streamed_buckets
+from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
 from jaxinfer.generation.execution.programs import chain_programs, decoder_programs, embed
 from jaxinfer.generation.execution.programs.chain import encoder_specs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
@@ -88,7 +88,7 @@ def build_engine(
         buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
         buckets = streamed_buckets(buckets) if streamed else buckets
         stages = 1 if model.stages is None else model.stages.count
-        buckets = ring_buckets(buckets) if stages > 1 else buckets
+        buckets = buckets.for_stages(stages) if stages > 1 else buckets
         costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed, stages=stages)
         arrivals = itertools.count()
         schedulers = [

@@ -1,6 +1,7 @@
 """The sizes that programs are compiled for; a step is padded to the next larger one."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Sizes
@@ -10,6 +11,14 @@ from jaxinfer.generation.engine.request import Sequence
 
 SMALLEST_PAGE_TABLE = 8
 SMALLEST_LENGTH = 16
+PER_STAGE = 4
+"""Most micro-batches of a prefill step for each stage of a pipeline: a fifth of the time is idle then, and products of
+matrices are as large as that allows (DeepSpeed Inference, Fig. 3)."""
+
+
+def chunks_of_each(chunks: int, stages: int) -> int:
+    """Return how many chunks each micro-batch of a prefill step has, of so many in all."""
+    return -(-chunks // (PER_STAGE * stages))
 
 
 def round_up(size: int, sizes: Sizes[int]) -> int:
@@ -75,6 +84,14 @@ class Buckets:
         if round_up(count, self.chunks) <= self.max_padding * count:
             return count
         return max(size for size in self.chunks if size <= count)
+
+    def for_stages(self, stages: int) -> "Buckets":
+        """Return the buckets of a pipeline: its steps run no micro-batch that is empty, so padding costs nothing.
+
+        Of the numbers of chunks that make the same micro-batches only the largest is kept.
+        """
+        sizes = {chunks_of_each(count, stages): count for count in self.chunks}
+        return dataclasses.replace(self, chunks=tuple(sizes.values()), max_padding=math.inf)
 
     @property
     def largest(self) -> "Buckets":

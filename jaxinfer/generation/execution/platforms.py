@@ -1,7 +1,6 @@
 """Every choice that generation makes by platform or mesh."""
 
 import dataclasses
-import math
 
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
@@ -24,11 +23,6 @@ def buckets_of(config: EngineConfig, platform: str) -> Buckets:
 def streamed_buckets(buckets: Buckets) -> Buckets:
     """Return the buckets of a decoder with streamed layers: fetching takes as long for few rows as for many."""
     return dataclasses.replace(buckets, decode_rows=buckets.prefill_rows[1:])
-
-
-def ring_buckets(buckets: Buckets) -> Buckets:
-    """Return the buckets of a decoder in stages, which run no micro-batch that is empty: padding costs nothing."""
-    return dataclasses.replace(buckets, max_padding=math.inf)
 
 
 def sliced_buckets(buckets: Buckets, max_chunks: int | None) -> Buckets:

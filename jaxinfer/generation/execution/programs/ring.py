@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.compiled import ProgramSpec
-from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.buckets import Buckets, chunks_of_each
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.chain import run_layers
 from jaxinfer.generation.execution.programs.decode import MIN_ACCEPTED
@@ -440,17 +440,12 @@ def reachable(layout: DeviceLayout, buckets: Buckets) -> Iterable[Ring]:
                     yield decode_sizes(micro_batches, rows, speculative, pages)
 
 
-PER_STAGE = 4
-"""Micro-batches of a prefill step for each stage, at most: then a stage idles for a fifth of the time at most, and
-matrix products are as large as that allows (Fig. 3)."""
-
-
 def ring_sizes(stages: int, *, chunks: int, rows_of_each: int, pages: int) -> Ring:
     """Return the sizes of a prefill step of so many chunks, whose micro-batches have so many decoding rows each."""
-    micro_batches = -(-chunks // -(-chunks // (PER_STAGE * stages)))
-    chunks = micro_batches * -(-chunks // micro_batches)
+    each = chunks_of_each(chunks, stages)
+    micro_batches = -(-chunks // each)
     batch = micro_batches * rows_of_each
-    return Ring(chunks=chunks, batch=batch, speculative=0, pages=pages, micro_batches=micro_batches)
+    return Ring(chunks=micro_batches * each, batch=batch, speculative=0, pages=pages, micro_batches=micro_batches)
 
 
 def decode_sizes(micro_batches: int, rows: int, speculative: int, pages: int) -> Ring:
