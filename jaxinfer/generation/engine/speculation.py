@@ -6,6 +6,8 @@ RETRY = 64
 """Output tokens after which speculation is retried for a request that it did not pay off for; doubled each time."""
 SMOOTHING = 0.3
 UNKNOWN_COST = 2.0
+TRIES = 3
+"""Steps by which each way of rows through a pipeline is judged, at least."""
 
 
 class SpeculationControl:
@@ -88,14 +90,18 @@ class PassCosts:
         """Return in how many micro-batches rows go through the stages of a pipeline the fastest.
 
         One for each stage hides the way of the tokens back. But a part of the rows may take as long as all of them,
-        whose pass reads as many weights; so both are tried once, and the record decides.
+        whose pass reads as many weights; so both are tried, and the record decides.
         """
         if self.stages == 1 or rows == 1:
             return 1
-        divided, together = self.seconds(rows, self.stages), self.seconds(rows, 1)
-        if divided is None or (together is not None and divided <= together):
-            return self.stages
-        return 1
+        medians = dict[int, float]()
+        for micro_batches in (self.stages, 1):
+            plain, speculative = (self._sizes_of(rows, n, micro_batches) for n in (0, self._speculative))
+            cost = self.all.for_sizes(self._name, **plain) or self.all.for_sizes(self._name, **speculative)
+            if cost is None or cost.weight < TRIES:
+                return micro_batches
+            medians[micro_batches] = cost.p50
+        return min(medians, key=lambda micro_batches: medians[micro_batches])
 
     def ratio(self, rows: int) -> float:
         """Return how much longer a speculative pass takes than a plain one."""
@@ -104,8 +110,9 @@ class PassCosts:
         return UNKNOWN_COST if plain is None or speculative is None else max(1.0, speculative / plain)
 
     def _mean(self, rows: int, speculative: int, micro_batches: int) -> float | None:
-        sizes = dict(self._sizes)
-        if self.stages > 1:
-            rows = micro_batches * -(-rows // micro_batches)
-            sizes["micro_batches"] = micro_batches
-        return self.all.mean(self._name, **sizes, batch=rows, speculative=speculative)
+        return self.all.mean(self._name, **self._sizes_of(rows, speculative, micro_batches))
+
+    def _sizes_of(self, rows: int, speculative: int, micro_batches: int) -> dict[str, int]:
+        """Return the sizes of a decode pass in the record."""
+        sizes = self._sizes | {"batch": micro_batches * -(-rows // micro_batches), "speculative": speculative}
+        return sizes | ({"micro_batches": micro_batches} if self.stages > 1 else {})
