@@ -62,8 +62,10 @@ def test_no_figure_of_throughput_is_cut():
         first_token_s=first,
         per_output_token_s=per_token,
         timeline=[],
+        idle_share=0.125,
     )
     text = shown(*throughput_tables(result))
+    assert "12%" in text.split()
     for figure in (result.seconds, result.requests_per_s, result.output_tokens_per_s, result.total_tokens_per_s):
         assert display.figure(figure) in text.split()
     for times in (end_to_end, first, per_token):

@@ -123,6 +123,7 @@ def _run_throughput(
 ) -> Throughput:
     done: list[CompletionOutput] = []
     timeline, counts, tokens = [], dict[str, int](), 0
+    before = llm.stats().pipeline
     start = time.perf_counter()
     outputs = llm.stream(
         [r.prompt_token_ids for r in requests],
@@ -138,6 +139,7 @@ def _run_throughput(
             done.append(completion)
         progress(len(done), tokens)
     seconds = time.perf_counter() - start
+    after = llm.stats().pipeline
     first_token_s, per_output_token_s = [], []
     for completion in done:
         _add_times(completion, first_token_s, per_output_token_s)
@@ -149,6 +151,7 @@ def _run_throughput(
         first_token_s=first_token_s,
         per_output_token_s=per_output_token_s,
         timeline=timeline,
+        idle_share=None if after is None or before is None else (after - before).idle_share,
     )
 
 

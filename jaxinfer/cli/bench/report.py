@@ -38,7 +38,8 @@ def throughput_metrics(result: Throughput) -> dict[str, Any]:
     """Return the report's `metrics` of `bench throughput`."""
     names = ("seconds", "requests", "prompt_tokens", "output_tokens")
     rates = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
-    return {**{name: getattr(result, name) for name in (*names, *rates)}, **_distributions(result)}
+    idle = () if result.idle_share is None else ("idle_share",)
+    return {**{name: getattr(result, name) for name in (*names, *rates, *idle)}, **_distributions(result)}
 
 
 def _distributions(result: Latency | Throughput) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Throughput:
       first_token_s: since queueing, including the wait for a free slot; one per request.
       per_output_token_s: as in `Latency`.
       timeline: (seconds since the call, output tokens so far), one entry whenever an output grew.
+      idle_share: of the ticks of a pipeline's stages, from 0 to 1; None without stages.
     """
 
     seconds: float
@@ -107,6 +108,7 @@ class Throughput:
     first_token_s: list[float]
     per_output_token_s: list[float]
     timeline: list[tuple[float, int]]
+    idle_share: float | None = None
 
     @property
     def requests(self) -> int:

@@ -40,9 +40,14 @@ def latency_table(results: list[Latency], prompt_tokens: int) -> Table:
 def throughput_tables(result: Throughput) -> list[Table]:
     """Return a table of the whole run's rates, and one of times in milliseconds."""
     title = f"{result.requests} requests, {result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens"
-    rates = table("seconds", "requests/s", "output tokens/s", "total tokens/s", figures=4, title=title)
+    names = ["seconds", "requests/s", "output tokens/s", "total tokens/s"]
     speeds = result.seconds, result.requests_per_s, result.output_tokens_per_s, result.total_tokens_per_s
-    rates.add_row(*map(figure, speeds))
+    shown = [*map(figure, speeds)]
+    if result.idle_share is not None:
+        names.append("stages idle")
+        shown.append(f"{result.idle_share:.0%}")
+    rates = table(*names, figures=len(names), title=title)
+    rates.add_row(*shown)
     metrics = _sampled(result)
     times = table("", *_headings(metrics), figures=len(metrics), title="of a request, from queueing; times in ms")
     for row in _rows(result, metrics):

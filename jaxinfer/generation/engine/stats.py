@@ -40,6 +40,9 @@ class PipelineStats:
     def __add__(self, other: "PipelineStats") -> "PipelineStats":
         return PipelineStats(slots=self.slots + other.slots, idle_slots=self.idle_slots + other.idle_slots)
 
+    def __sub__(self, other: "PipelineStats") -> "PipelineStats":
+        return PipelineStats(slots=self.slots - other.slots, idle_slots=self.idle_slots - other.idle_slots)
+
     @property
     def idle_share(self) -> float:
         """The share of slots that were idle (the pipeline's bubbles), from 0 to 1."""
