@@ -1,9 +1,9 @@
-"""Output that several subcommands share: tables."""
+"""Output that several subcommands share: tables, and whatever else rich can print."""
 
 import math
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 WIDTH = 80
@@ -38,9 +38,9 @@ def figure(value: float, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
-def show(*tables: Table) -> None:
-    """Print tables."""
+def show(*shown: RenderableType) -> None:
+    """Print tables and the like."""
     console = Console()
     console.width = max(console.width, WIDTH) if console.is_terminal else PIPED_WIDTH
-    for shown in tables:
-        console.print(shown)
+    for each in shown:
+        console.print(each)

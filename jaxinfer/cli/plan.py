@@ -1,10 +1,13 @@
-"""`jaxinfer plan`: how fast a model will run whose layers are streamed, before it is loaded."""
+"""`jaxinfer plan`: how fast a model will run whose layers are streamed, and what stages of a pipeline will do."""
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from jaxinfer.cli.bench.files import check_plot
 from jaxinfer.cli.common import (
     DeviceMemoryOption,
     DtypeOption,
@@ -14,10 +17,30 @@ from jaxinfer.cli.common import (
     QuantizeOption,
     parse_mesh,
 )
+from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
+
+DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
+"""Options of schedules that are drawn."""
+PREDICTED = (
+    "directory",
+    "weights",
+    "device_memory",
+    "host_memory",
+    "prefetch",
+    "context",
+    "bandwidth",
+    "flops",
+    "dtype",
+    "quantize",
+)
+"""Options of a model's prediction."""
 
 
 def plan(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)],
+    ctx: typer.Context,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A model directory.", show_default=False)
+    ] = None,
     weights: Annotated[str | None, typer.Option(help="Where layers are: host, disk, or auto (default: disk).")] = None,
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
@@ -31,12 +54,45 @@ def plan(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
+    gantt: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw a pipeline's schedules in the terminal and into this .svg or .png file; -: without a file.",
+        ),
+    ] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Drawn: of generation (default: the stages).")] = None,
+    prompt_micro_batches: Annotated[
+        int | None,
+        typer.Option(help="Drawn: of prompts, where they are others than of generation (hybrid scheduling)."),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Drawn: of each sequence (default: 3).")] = None,
+    prompt_time: Annotated[
+        float | None,
+        typer.Option(help="Drawn: of all prompts on a stage, in passes of generation (default: 1 a micro-batch)."),
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Drawn: of one prompt, which fill the stages.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Of the prompt in chunks (default: 32,768).")] = None,
+    attention_context: Annotated[
+        int | None,
+        typer.Option(help="At how many tokens attention takes as long as all else (default: 24,576)."),
+    ] = None,
 ) -> None:
     """Predict tokens a second by batch from what the tier and the device can do, and recommend a batch.
 
     A pass takes as long as fetching its layers or computing them, whichever is longer; several devices share the disk
     and the host's memory.
+
+    With --gantt FILE --mesh pipeline=4: draw what the stages of a pipeline work on, by the schedules there are.
     """
+    if gantt is not None:
+        _draw(ctx, gantt)
+        return
+    for name in _given(ctx, DRAWN):
+        raise ValueError(f"{_option(name)} is of schedules that are drawn; add --gantt FILE, or --gantt -.")
+    if directory is None:
+        raise ValueError("plan: name a model directory, or draw the schedules of a pipeline with --gantt FILE.")
+
     from rich.filesize import decimal
 
     from jaxinfer.cli.display import figure, show, table
@@ -84,6 +140,36 @@ def plan(
     rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
     room = f"; the cache has room for {most:,} sequences of {context} tokens" if needs.cache else ""
     typer.echo(f"{rates} to all devices, {figure(planned.flops / 1e12, 3)} TFLOP/s of each{room}.")
+
+
+def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of these names that were given."""
+    return {name: ctx.params[name] for name in names if ctx.params[name] is not None}
+
+
+def _option(name: str) -> str:
+    return "DIR" if name == "directory" else "--" + name.replace("_", "-")
+
+
+def _draw(ctx: typer.Context, file: Path) -> None:
+    """Draw schedules for the pipeline of the mesh, by default for one of four stages."""
+    for name in _given(ctx, PREDICTED):
+        raise ValueError(f"--gantt draws schedules, which are the same for every model: leave out {_option(name)}.")
+    sizes = _given(ctx, DRAWN)
+    for name in ("prompt_tokens", "attention_context"):
+        if name in sizes and "chunks" not in sizes:
+            raise ValueError(
+                f"{_option(name)} is of a prompt that is read in chunks; add --chunks, such as --chunks 8."
+            )
+    if (mesh := parse_mesh(ctx.params["mesh"]).mesh) is not None:
+        sizes["stages"] = mesh.pipeline
+        if mesh.pipeline == 1:
+            raise ValueError(
+                f"--mesh {ctx.params['mesh']} has no pipeline, whose stages --gantt draws; add pipeline=4."
+            )
+    if file != TERMINAL:
+        check_plot("--gantt", file)
+    draw(file, GanttOptions(**sizes))
 
 
 def parse_bandwidths(text: str | None) -> dict[str, float]:

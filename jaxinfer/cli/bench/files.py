@@ -13,18 +13,25 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 def check_files(json_file: Path | None, plot: Path | None) -> None:
     """Raise ValueError or MissingExtraError if a file could not be written after the run."""
-    for option, file in (("--json", json_file), ("--plot", plot)):
-        if file is None:
-            continue
-        if file.is_dir():
-            raise ValueError(f"{option} {file} is a directory; name a file.")
-        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ValueError(f"{option} {file}: {file.parent} is not a directory that can be written to.")
-    if plot is None:
-        return
+    if json_file is not None:
+        _check_file("--json", json_file)
+    if plot is not None:
+        check_plot("--plot", plot)
+
+
+def check_plot(option: str, plot: Path) -> None:
+    """Raise ValueError or MissingExtraError if an option's file could not be drawn and written."""
+    _check_file(option, plot)
     if plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
-    require_extra("matplotlib", f"--plot {plot}")
+        raise ValueError(f"{option} {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
+    require_extra("matplotlib", f"{option} {plot}")
+
+
+def _check_file(option: str, file: Path) -> None:
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a directory; name a file.")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{option} {file}: {file.parent} is not a directory that can be written to.")
 
 
 def write_file(file: Path, content: bytes) -> None:
