@@ -131,9 +131,7 @@ def divide(config: DecoderConfig, count: int) -> Stages:
     kinds, sizes = config.layer_kinds, [len(range(stage, config.layers, count)) for stage in range(count)]
     first = [sum(sizes[:stage]) for stage in range(count)]
     parts = [range(start, start + size) for start, size in zip(first, sizes, strict=True)]
-    pattern: tuple[int, ...] = ()
-    for part in parts:
-        pattern = _shortest_common(pattern, tuple(kinds[layer] for layer in part))
+    pattern, placed = _side_by_side(parts, kinds)
     if len(pattern) >= config.layers and count > 1:
         nearest = next(n for n in range(count - 1, 0, -1) if n == 1 or _divides(config, n))
         raise ValueError(
@@ -141,7 +139,7 @@ def divide(config: DecoderConfig, count: int) -> Stages:
             f"side by side they would need {len(pattern)} positions on each device, as many as the model has layers; "
             f"set pipeline = {nearest}."
         )
-    return Stages(_config_of(config, pattern), tuple(_place(part, kinds, pattern) for part in parts))
+    return Stages(_config_of(config, pattern), placed)
 
 
 def _divides(config: DecoderConfig, count: int) -> bool:
@@ -161,6 +159,19 @@ def _config_of(config: DecoderConfig, layers: Sequence[int]) -> DecoderConfig:
         layer_positions=tuple(config.positions_in(x) for x in layers) if config.layer_positions else (),
         layer_mlps=tuple(config.mlp_in(x) for x in layers) if config.layer_mlps else (),
     )
+
+
+def _side_by_side(
+    parts: Sequence[Sequence[int]], kinds: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[int | None, ...], ...]]:
+    """Return the kind of layer at each position, and the layer that each stage has there."""
+    pattern: tuple[int, ...] = ()
+    for part in parts:
+        pattern = _shortest_common(pattern, tuple(kinds[layer] for layer in part))
+    placed = [_place(part, kinds, pattern) for part in parts]
+    # With more than two stages the sequence may not be the shortest, and have positions that all layers do without.
+    used = [position for position, there in enumerate(zip(*placed, strict=True)) if any(x is not None for x in there)]
+    return tuple(pattern[i] for i in used), tuple(tuple(layers[i] for i in used) for layers in placed)
 
 
 def _place(layers: Sequence[int], kinds: Sequence[int], pattern: Sequence[int]) -> tuple[int | None, ...]:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxinfer import checkpoints
-from jaxinfer.checkpoints import CheckpointError, reading
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
@@ -314,34 +314,6 @@ def test_options(saved, original, tmp_path):
         save_model(tmp_path / "x", nnx.merge(quantized.graphdef, quantized.state), family="test")
     with pytest.raises(ValueError, match="dtype='int8' is not implemented"):
         save_model(tmp_path / "x", original, family="test", dtype="int8")
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """How many elements are asked of leaves on disk, one number for each part that a device reads."""
-    read, asked = reading._read_part, []
-
-    class Asked:
-        """A leaf on disk, and how many elements are asked of it."""
-
-        def __init__(self, store):
-            self._store, self.shape, self.dtype = store, store.shape, store.dtype
-
-        def __getitem__(self, index):
-            view = self._store[index]
-            asked.append(view.size)
-            return view
-
-        @property
-        def oindex(self):
-            return Outer(self._store)
-
-    class Outer(Asked):
-        def __init__(self, store):
-            self._store = store.oindex
-
-    monkeypatch.setattr(reading, "_read_part", lambda store, part, takes: read(Asked(store), part, takes))
-    return asked
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
