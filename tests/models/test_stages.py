@@ -70,7 +70,6 @@ def test_what_stages_say_of_layers():
     stages = divide(config_of([0, 1, 0, 1, 0]), 2)
     assert stages.count == 2
     assert [stages.at(position) for position in range(3)] == [(0, None), (1, 3), (2, 4)]
-    assert [stages.of_layer(layer) for layer in range(5)] == [0, 0, 0, 1, 1]
     assert [stages.there(position) for position in range(3)] == [(True, False), (True, True), (True, True)]
     assert [stages.example(position) for position in range(3)] == [0, 1, 2]
     assert str(stages) == "2 stages of 3, 2 layers"
@@ -192,27 +191,24 @@ def mixture(tmp_path_factory):
 
 
 def check_parts(model, flat):
-    """Each device has what the device beside it on a mesh without stages has of its stage's layers.
-
-    The rest of it is zeros.
-    """
-    stages, devices = model.stages, model.mesh.devices
+    """Each device has what the device beside it on a mesh without stages has of its stage's leaves, or zeros."""
     beside = {device: i for i, device in enumerate(flat.mesh.devices.flat)}
-    by_device = {name: {s.device: s.data for s in leaf.addressable_shards} for name, leaf in model.leaves.items()}
-    for name in flat.leaves:
-        expected = {beside[s.device]: np.asarray(s.data) for s in flat.leaves[name].addressable_shards}
-        layer = layer_of(name)
-        for stage in range(stages.count) if layer is None else [stages.of_layer(layer)]:
-            there = name
-            if layer is not None:
-                there = name.replace(f"layers.{layer}.", f"layers.{stages.layers[stage].index(layer)}.", 1)
-            for i, device in enumerate(devices.take(stage, axis=1).flat):
-                np.testing.assert_array_equal(np.asarray(by_device[there][device]), expected[i], err_msg=name)
-    for name, parts in by_device.items():
-        if (position := layer_of(name)) is not None:
-            for stage, layer in enumerate(stages.at(position)):
-                if layer is None:
-                    assert not any(np.asarray(parts[d]).any() for d in devices.take(stage, axis=1).flat)
+    expected = {
+        name: {beside[s.device]: np.asarray(s.data) for s in leaf.addressable_shards}
+        for name, leaf in flat.leaves.items()
+    }
+    seen = set()
+    for place, leaf in model.stage_leaves.items():
+        parts = {s.device: np.asarray(s.data) for s in model.leaves[place].addressable_shards}
+        for stage, name in enumerate(leaf.parts or [place] * model.stages.count):
+            seen.add(name)
+            for i, device in enumerate(model.mesh.devices.take(stage, axis=1).flat):
+                if name is None:
+                    assert not parts[device].any()
+                else:
+                    np.testing.assert_array_equal(parts[device], expected[name][i], err_msg=name)
+                    assert model.stages.stage_of(name, model.weights) == (stage if leaf.parts else None)
+    assert seen - {None} == expected.keys()
 
 
 def check_bytes(model):
@@ -229,7 +225,7 @@ MESHES = [{}, {"tensor": 2}, {"data": 2, "tensor": 2}]
 def test_each_device_has_the_layers_of_its_stage(alternating, mesh, quantize):
     flat = load_model(alternating, mesh=MeshConfig(**mesh), quantize=quantize)
     model = load_model(alternating, mesh=MeshConfig(pipeline=2, **mesh), quantize=quantize)
-    assert list(model.leaves) == list(model.leaves_of_stage)
+    assert list(model.leaves) == list(model.stage_leaves)
     shapes = [(x.shape, x.dtype, x.sharding) for x in model.leaves.values()]
     assert shapes == [(x.shape, x.dtype, x.sharding) for x in model.placed_shapes()]
     check_parts(model, flat)
@@ -273,10 +269,22 @@ def test_a_converted_model_that_is_stored_quantised(tmp_path):
 
 
 def test_memory_is_asked_for_by_stage(alternating):
-    opened = open_model(alternating, mesh=MeshConfig(pipeline=2))
-    whole, embedding = open_model(alternating), opened.bytes_per_device(lambda name: layer_of(name) is None)
-    of_layer = (whole.bytes_per_device() - embedding) // 5
-    assert opened.bytes_per_device() == embedding + 3 * of_layer
+    """Three layers, and the embedding or the head."""
+    whole, opened = open_model(alternating), open_model(alternating, mesh=MeshConfig(pipeline=2))
+    layers = whole.bytes_per_device(lambda name: layer_of(name) is not None)
+    head = whole.bytes_per_device(lambda name: name.startswith("head."))
+    rest = whole.bytes_per_device() - layers - head
+    assert opened.bytes_per_device() == layers // 5 * 3 + rest
+    assert whole.shapes["head.weight"].shape == whole.shapes["embed.table"].shape
+
+
+@pytest.mark.parametrize("pipeline", [2, 3])
+def test_an_embedding_that_is_also_the_head_is_on_all_stages(tmp_path, pipeline):
+    path = save_tiny(tmp_path / "tied", config=dataclasses.replace(CONFIG, layers=3, tied=True))
+    model = load_model(path, mesh=MeshConfig(pipeline=pipeline))
+    assert model.leaves["embed.table"].sharding.is_fully_replicated
+    check_parts(model, load_model(path, mesh=MeshConfig()))
+    check_bytes(model)
 
 
 # What is refused

@@ -60,6 +60,8 @@ def test_several_mesh_axes_split_one_dimension():
         ({"mlp": 2}, r"must be a mesh axis, a tuple of them, or None; got 2"),
         ({"batch": None}, r"ShardingRules.batch=None must be 'data': no other axis splits batch"),
         ({"mlp": ("data", "tensor")}, r"mlp=\('data', 'tensor'\): devices along 'data' have other requests"),
+        ({"mlp": ("pipeline", "tensor")}, r"mlp=\('pipeline', 'tensor'\): devices along 'pipeline' have other layers"),
+        ({"stages": None}, r"ShardingRules.stages=None must be 'pipeline': no other axis splits stages"),
         ({"experts": ("expert", "data")}, "must have 'data' first"),
         ({"expert_mlp": ("expert", "tensor")}, "both split over 'expert'"),
         ({"exchange": "ragged"}, "exchange must be one of cheapest, all_to_all, pcc, pcc_all_gather, all_gather; got"),

@@ -369,11 +369,6 @@ def test_rounded_experts_are_as_precise_in_parts(mixture, mesh, options):
     [
         ({"model": 2}, None, r"mesh: unknown field 'model'; known: data, pipeline, expert, tensor"),
         (None, ShardingRules(vocab=None), "rules say how a mesh splits a model, and there is no mesh"),
-        (
-            {"tensor": 2},
-            ShardingRules(mlp=("pipeline", "tensor")),
-            r"ShardingRules.mlp=\('pipeline', 'tensor'\): devices along 'pipeline' have other layers",
-        ),
     ],
 )
 def test_what_would_do_nothing_is_refused(model_dir, shape, rules, message):
