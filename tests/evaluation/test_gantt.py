@@ -2,13 +2,17 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.evaluation import gantt
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.sharding.schedules import Job, Phase, Schedule, chunked, drained, hybrid, queued
 
+ROOT = Path(__file__).parents[2]
 SCHEDULES = {
     "drained": drained(4, 4, 3),
     "hybrid": hybrid(4, 8, 4, 3, prompt_units=16.0),
@@ -124,6 +128,29 @@ def test_what_a_ring_recorded_is_drawn():
     table = [[[0, 0, 0]] * 2, [[5, 0, 1], [0, 0, 0]], [[0, 0, 0], [5, 0, 1]]]
     recorded = Schedule.from_ring(table, lambda micro_batch, number: Job(micro_batch, Phase.GENERATION, number + 2))
     assert rows(printed({"recorded": recorded})) == [["5", "."], [".", "5"]]
+
+
+def test_what_a_compiled_ring_did_is_its_schedule_and_is_drawn(monkeypatch):
+    """At each step of some requests: prompts in chunks, and passes of decoding."""
+    llm = LLM(ROOT / "examples/demo_model", mesh=MeshConfig(pipeline=2), max_batch=4, context=128, chunk_size=16)
+    passes, steps = llm.engine.executor.passes, []
+    run = passes.run
+
+    def run_and_record(commands, state):
+        results = run(commands, state)
+        steps.append(passes.recorded())
+        return results
+
+    monkeypatch.setattr(passes, "run", run_and_record)
+    llm.generate(["import os\n" * 5, "class Point:\n"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    llm.close()
+    sizes = [tuple((step[step[..., 2] == 1].max(axis=0)[:2] + 1).tolist()) for step in steps]
+    assert max(micro_batches for micro_batches, _ in sizes) == 2
+    assert min(number for _, number in sizes) == 1 < max(number for _, number in sizes)
+    for step, (micro_batches, number) in zip(steps, sizes, strict=True):
+        schedule = Schedule.from_ring(step)
+        assert schedule == queued(2, micro_batches, number)
+    assert "stage 1 .. 0a" in printed({"the last step": Schedule.from_ring(steps[-1])})
 
 
 @pytest.mark.parametrize("draw", [gantt.TerminalGantt, gantt.draw_schedules])
