@@ -326,6 +326,7 @@ class Collective:
       in_loop: whether it is in a loop of an unknown number of turns.
       conditions: the `lax.cond`s that must hold for it to run, outermost first, by their places in the model.
       op_name: the part of the model that it belongs to.
+      pairs: of a "collective-permute", which device sends to which.
     """
 
     kind: str
@@ -336,6 +337,7 @@ class Collective:
     in_loop: bool = False
     conditions: tuple[str, ...] = ()
     op_name: str = ""
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -440,9 +442,16 @@ def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective
             shape=tuple(int(size) for size in sizes.split(",") if size),
             participants=participants,
             op_name=_op_name(line),
+            pairs=_pairs(match["rest"]),
         )
         for dtype, sizes in arrays
     ]
+
+
+def _pairs(attributes: str) -> tuple[tuple[int, int], ...]:
+    """Return who sends to whom: `source_target_pairs={{0,1},{1,0}}`."""
+    pairs = re.search(r"source_target_pairs=\{([\d,{}]*)\}", attributes)
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])) if pairs else ()
 
 
 def _participants(attributes: str, devices: int) -> int:

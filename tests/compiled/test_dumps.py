@@ -220,6 +220,8 @@ def test_collectives_with_their_loops_and_conditions():
     assert (rare.participants, rare.trips, rare.conditions) == (4, 5, ("jit(f)/cond",))
     assert found["all-gather", "f32", (16,)].participants == 2  # what is started has its operand before its result
     assert found["collective-permute", "s32", (4,)].wire_bytes == 16
+    assert found["collective-permute", "s32", (4,)].pairs == ((0, 1), (1, 0))
+    assert summed.pairs == ()
     assert found["all-reduce", "pred", (4,)].participants == 4  # all devices
     assert found["reduce-scatter", "f32", (2,)].wire_bytes == 3 * 8
     assert summed.wire_bytes == 32
