@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.compiled.target import Kernel, TargetReport
     from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.generation.execution.programs.decode import Decode
+    from jaxinfer.generation.execution.programs.passes import Pass
     from jaxinfer.models import DecoderConfig, WeightFormat
     from jaxinfer.pallas_kernels.weights import QuantizedFormat
     from jaxinfer.sharding import ShardingRules
@@ -74,7 +75,15 @@ def inspect(
         stored=description.quantization,
     )
     report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)
-    show(*report_tables(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers))
+    title = f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens"
+    if spec.static.stages is not None:
+        title += f"; {spec.static.stages}, {_micro_batches(sizes)}"
+    show(*report_tables(report, title, registers, turn="pass" if spec.static.stages is None else "tick"))
+
+
+def _micro_batches(sizes: "Pass | Decode") -> str:
+    count = dict(sizes.bucket)["micro_batches"]
+    return f"{count} micro-batch{'es' if count > 1 else ''}"
 
 
 def decode_program(
@@ -87,14 +96,15 @@ def decode_program(
     mesh: "Mesh | None" = None,
     rules: "ShardingRules | None" = None,
     stored: "QuantizedFormat | None" = None,
-) -> "tuple[ProgramSpec[Decode, Buckets], Decode]":
+) -> "tuple[ProgramSpec[Any, Buckets], Pass | Decode]":
     """Return the engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
 
-    mesh, rules: as in `DeviceLayout`. stored: as in `fit`.
+    On a mesh with stages it is the ring, with a micro-batch for each stage if there are several requests.
+    mesh, rules: as in `DeviceLayout`. stored: as in `fit`. Raises ValueError for a mesh that does not fit the model.
     """
     from jaxinfer.generation.engine.config import EngineConfig
     from jaxinfer.generation.execution.layout import DeviceLayout
-    from jaxinfer.generation.execution.programs import decode
+    from jaxinfer.generation.execution.programs import decode, ring
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.fitting import fit
     from jaxinfer.sharding import ShardingRules
@@ -105,39 +115,44 @@ def decode_program(
     fitted = fit(config, weights, mesh, rules, stored=stored).config
     assert isinstance(fitted, DecoderConfig)
     layout = DeviceLayout(fitted, weights, engine, num_pages=batch * pages, platform="gpu", mesh=mesh, rules=rules)
+    if layout.stages is not None:
+        micro_batches = layout.num_stages if batch > 1 else 1
+        return ring.spec(layout), ring.decode_sizes(micro_batches, batch, speculative=0, pages=pages)
     return decode.spec(layout), decode.Decode(batch=batch, speculative=0, pages=pages)
 
 
-def report_tables(report: "TargetReport", title: str, registers: bool) -> "list[Table]":
+def report_tables(report: "TargetReport", title: str, registers: bool, turn: str = "pass") -> "list[Table]":
     """Return the tables of a report.
 
-    registers: whether it has each kernel's resources.
+    Args:
+      registers: whether it has each kernel's resources.
+      turn: the word for a turn of its loop: a pass, or a tick of a pipeline.
     """
     last = report.layers - 1
-    each_pass = [kernel for kernel in report.outside_layers() if kernel.in_loop and not kernel.condition]
+    each_turn = [kernel for kernel in report.outside_layers() if kernel.in_loop and not _is_asked(kernel.condition)]
     return [
-        _summary(report, title),
+        _summary(report, title, turn),
         _kernels(f"layer {last}", report.of_layer(last), registers),
-        _kernels("outside the layers", each_pass, registers),
+        _kernels("outside the layers", each_turn, registers),
         _branches(report),
-        *([_collectives(report)] if report.collectives else []),
+        *([_collectives(report, turn)] if report.collectives else []),
         _temporaries(report),
     ]
 
 
-def _summary(report: "TargetReport", title: str) -> "Table":
+def _summary(report: "TargetReport", title: str, turn: str) -> "Table":
     from rich.filesize import decimal
 
     per_layer = {len(report.of_layer(layer)) for layer in range(1, report.layers)} or {len(report.of_layer(0))}
-    conditional = sum(bool(kernel.condition) for kernel in report.kernels)
-    outside = [kernel.in_loop for kernel in report.outside_layers() if not kernel.condition]
+    conditional = sum(_is_asked(kernel.condition) for kernel in report.kernels)
+    outside = [kernel.in_loop for kernel in report.outside_layers() if not _is_asked(kernel.condition)]
     summary = table("", title)
     for name, value in (
         ("target", f"{report.target}, compiled in {report.compile_seconds:.1f} s"),
         ("CUDA graphs", f"{report.graphs}, and {len(report.host_launches) or 'no'} launches outside"),
         ("kernels", f"{len(report.kernels)}, of which greedy rows run all but {conditional}"),
         ("kernels per layer", " or ".join(map(str, sorted(per_layer)))),
-        ("outside the layers", f"{outside.count(True)} in a greedy pass, {outside.count(False)} more in a step"),
+        ("outside the layers", f"{outside.count(True)} in a greedy {turn}, {outside.count(False)} more in a step"),
         ("written in place", f"{report.aliased} of {report.donated} donated arrays, {decimal(report.alias_bytes)}"),
         ("arguments", decimal(report.argument_bytes)),
         ("workspace", decimal(report.temp_bytes)),
@@ -164,19 +179,24 @@ def _kernels(title: str, kernels: "Iterable[Kernel]", registers: bool) -> "Table
 
 def _branches(report: "TargetReport") -> "Table":
     branches = table("run only if a row asks for it", "kernels", figures=1)
-    counts = collections.Counter(_place(kernel.condition) for kernel in report.kernels if kernel.condition)
+    counts = collections.Counter(_place(kernel.condition) for kernel in report.kernels if _is_asked(kernel.condition))
     for place, count in counts.items():
         branches.add_row(place, str(count))
     return branches
 
 
-def _collectives(report: "TargetReport") -> "Table":
-    """Return a table of what a pass exchanges; a line sums up arrays of one kind, shape and place in all layers."""
-    exchanges = table("exchanged\nin a pass", "from", "array", "devices", "how\nmany", "bytes sent", figures=3)
+def _collectives(report: "TargetReport", turn: str) -> "Table":
+    """Return a table of what a turn exchanges; a line sums up arrays of one kind, shape and place in all layers."""
+    exchanges = table(f"exchanged\nin a {turn}", "from", "array", "devices", "how\nmany", "bytes sent", figures=3)
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     sent: collections.Counter[tuple[str, ...]] = collections.Counter()
+    in_loop = any(collective.in_loop for collective in report.collectives)
     for collective in report.collectives:
-        place = _place(collective.op_name.split("/", 1)[-1]) + (", if asked" if collective.conditions else "")
+        place = _place(collective.op_name.split("/", 1)[-1])
+        if any(map(_is_asked, collective.conditions)):
+            place += ", if asked"
+        elif in_loop and not collective.in_loop:
+            place += ", once a step"
         array = f"{collective.dtype}[{','.join(map(str, collective.shape))}]"
         key = collective.kind, place, array, str(collective.participants)
         counts[key] += collective.trips
@@ -194,6 +214,11 @@ def _temporaries(report: "TargetReport") -> "Table":
         first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
         largest.add_row(shape, _place(scopes.get(first.split("{")[0], "")), f"{size:,}", str(count))
     return largest
+
+
+def _is_asked(condition: str) -> bool:
+    """Return whether a row must ask for what a condition holds back, which else runs on some stages of a pipeline."""
+    return bool(condition) and not re.search(r"/(first_stage|last_stage|some_stages)/cond$", condition)
 
 
 _CONTROL = re.compile(r"while|shard_map|body|cond|branch_\d+_fun|jit\(.*\)|layers\.\d+")

@@ -32,9 +32,37 @@ def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
     assert any(re.fullmatch(r"sample/draw/truncate [1-9]\d*", line) for line in lines)
 
 
+@pytest.mark.aot
+def test_inspect_reports_on_the_stages_of_a_pipeline(tmp_path):
+    options = ["--mesh", "pipeline=2,tensor=2", "--context", "256", "--batch", "4"]
+    wide, narrow = (
+        CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options], env=env)
+        for env in ({}, {"TTY_COMPATIBLE": "1", "COLUMNS": "80"})
+    )
+    assert wide.exit_code == narrow.exit_code == 0, wide.output + narrow.output
+    lines = [" ".join(line.replace("│", " ").split()) for line in wide.output.splitlines()]
+    assert "decode of 16 passes, batch 4, 256 tokens; 2 stages of 1, 1 layers, 2 micro-batches" in " ".join(lines)
+    assert "CUDA graphs 1, and no launches outside" in lines
+    for line in (
+        "all-reduce first_stage/psum bf16[2,1,4096] 2 1 16,384",
+        "all-gather last_stage/sample/all_gather s32[2,2,2] 2 1 16",
+        "all-reduce mlp/psum bf16[2,1,4096] 2 1 16,384",
+        "collective-permute ppermute bf16[2,1,4096] 2 1 16,384",
+        "collective-permute ppermute s32[2,2,1] 2 1 16",
+        "all-reduce psum, once a step s32[4,17] 2 1 272",
+    ):
+        assert line in lines
+    asked = [line.split()[0] for line in lines if re.fullmatch(r"last_stage/sample\S* \d+", line)]
+    assert "last_stage/sample/draw/truncate" in asked
+    assert "…" not in narrow.output
+    assert max(map(len, narrow.output.splitlines())) <= 80
+    assert {"16,384", "272"} <= {*narrow.output.split()}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--mesh", "pipeline=3"], "mesh pipeline=3: the model has 2 layers, fewer than stages"),
         (["--target", "h2000"], "Unknown target 'h2000'"),
         (["--context", "4096"], "--context 4096 is more than the model's 2048"),
         (["--quantize", "int3"], "int3"),

@@ -110,7 +110,8 @@ class _Stage(NamedTuple):
 
     def enter(self, x: jax.Array, groups: tuple[TokenRows, ...]) -> jax.Array:
         """Return the embeddings of tokens on the first stage, on the others x, which came from the stage before."""
-        return lax.cond(self.is_first, lambda: self.model.enter(groups)[0], lambda: x)
+        with jax.named_scope("first_stage"):
+            return lax.cond(self.is_first, lambda: self.model.enter(groups)[0], lambda: x)
 
     def run(
         self, x: jax.Array, groups: tuple[TokenRows, ...], caches: list[KVPages]
@@ -130,7 +131,8 @@ class _Stage(NamedTuple):
             if all(there):
                 x, cache = layer(x, cache)
             else:
-                x, cache = lax.cond(jnp.array(there)[self.number], layer, lambda x, cache: (x, cache), x, cache)
+                with jax.named_scope("some_stages"):
+                    x, cache = lax.cond(jnp.array(there)[self.number], layer, lambda x, cache: (x, cache), x, cache)
             new_caches.append(cache)
         return x, new_caches
 
@@ -159,6 +161,12 @@ def _work(stage: _Stage, tick: jax.Array, schedule: RingSchedule, most: int) -> 
     at, number, active = ring_job(tick, stage.number, **schedule._asdict())
     record = jnp.stack([at, number, active.astype(jnp.int32)])
     return _Tick(jnp.minimum(at, most - 1), active, active & stage.is_last), record
+
+
+def _at_end[T](tick: _Tick, chosen: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """Return what the last stage makes of its micro-batch, if it has one; elsewhere the other."""
+    with jax.named_scope("last_stage"):
+        return lax.cond(tick.is_end, chosen, otherwise)
 
 
 def _split[T](tree: T, micro_batches: int) -> T:
@@ -270,8 +278,8 @@ def decode_ring(
         position = jnp.where(tick.is_end, tokens[1, :, 0], -1)
         before = Passed(carry.slots.history, Progress(position), _at(carry.logprobs, tick.at))
         guess = Speculation(ids[:, 1:], jnp.sum(positions[:, 1:] >= 0, axis=1))
-        chosen, logprobs = lax.cond(
-            tick.is_end,
+        chosen, logprobs = _at_end(
+            tick,
             lambda: choose_tokens(
                 model, step, before, model.leave(x, ForwardContext(groups, {}))[0], guess.tokens, processors
             ),
@@ -386,7 +394,7 @@ def prefill_ring(
         chunks, rows = inputs(tick)
         groups = groups_of(carry.slots, chunks, rows, chunk_size=chunk_size)
         x, caches = stage.run(stage.enter(carry.x, groups), groups, carry.caches)
-        new = lax.cond(tick.is_end, lambda: ended(carry.slots, x, groups, tick), lambda: _at(carry.output, tick.at))
+        new = _at_end(tick, lambda: ended(carry.slots, x, groups, tick), lambda: _at(carry.output, tick.at))
         new = new._replace(produced=new.produced & tick.is_end)
         slots = append_next(carry.slots, chunks, rows, new)
         jobs = carry.jobs.at[number].set(job)
