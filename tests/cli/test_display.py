@@ -118,6 +118,24 @@ REPORT = TargetReport(
 )
 
 
+def test_a_ticks_exchanges_are_told_from_those_of_a_step():
+    places = ("first_stage/cond", "last_stage/cond", "last_stage/cond/branch_1_fun/sample/cond")
+    first, last, asked = (f"jit(step)/shard_map/while/body/{place}" for place in places)
+    ring = [
+        dataclasses.replace(EXCHANGE, in_loop=True, conditions=(first,), op_name=f"{first}/branch_1_fun/psum"),
+        dataclasses.replace(EXCHANGE, in_loop=True, conditions=(last, asked), op_name=f"{asked}/branch_1_fun/pmax"),
+        dataclasses.replace(EXCHANGE, conditions=(), op_name="jit(step)/shard_map/psum"),
+    ]
+    report = dataclasses.replace(REPORT, collectives=tuple(ring))
+    text = shown(*inspect.report_tables(report, "a model", registers=False, turn="tick"), width=200)
+    assert " in a greedy tick, " in text
+    assert re.findall(r"collective-permute +(.+?) +bf16", text) == [
+        "first_stage/psum",
+        "last_stage/sample/pmax, if asked",
+        "psum, once a step",
+    ]
+
+
 @pytest.mark.parametrize("registers", [False, True])
 def test_no_figure_of_a_gpus_programs_is_cut(registers):
     words = shown(*inspect.report_tables(REPORT, "a model", registers)).split()

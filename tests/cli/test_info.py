@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 
+import jax
 import pytest
 from rich.filesize import decimal
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model, open_model
 from jaxinfer.serving.budget import HOST
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
 from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
 
@@ -66,6 +68,20 @@ def test_memory_for_a_mesh_a_context_and_a_batch(model):
     assert rows["weights"] < "9"  # kB: a quarter, half of it, and the scales
 
 
+@pytest.mark.parametrize("axes", ["pipeline=2", "pipeline=2,tensor=2", "data=2,pipeline=2"])
+def test_each_device_of_a_pipeline_has_the_layers_and_the_cache_of_its_stage(axes, tmp_path):
+    config = dataclasses.replace(CONFIG, vocab=256, layers=5)
+    path, mesh = save_tiny(tmp_path / "model", config=config), MeshConfig.parse(axes)
+    with LLM(path, mesh=mesh.build(jax.devices()[: mesh.size]), max_batch=4) as llm:
+        held = {x.tenant: x.bytes // mesh.size for x in llm.budgets[HOST].holdings if x.owner == "LLM model"}
+    rows, whole = _rows(path, "--mesh", axes, "--max-batch", 4), _rows(path, "--max-batch", 4)
+    assert held.keys() == {"weights", "KV pages"}
+    assert rows.items() >= {name: decimal(size) for name, size in held.items()}.items()
+    assert rows["stages"] == "2 stages of 3, 2 layers"
+    assert rows["KV pages"] == decimal(held["KV pages"]) != whole["KV pages"]
+    assert "stages" not in whole
+
+
 def test_what_is_reserved_is_what_a_model_reserves(model):
     with LLM(model) as llm:
         held = {held.tenant: decimal(held.bytes) for held in llm.budgets[HOST].holdings if held.owner == "LLM model"}
@@ -91,6 +107,10 @@ def test_encoders_have_no_cache(tmp_path):
     rows = _rows(tmp_path / "model")
     assert "KV pages" not in rows
     assert rows["weights"] == rows["stored bytes"]
+    done = CliRunner().invoke(app, ["info", str(tmp_path / "model"), "--mesh", "pipeline=2"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: mesh pipeline=2: only decoders run in stages")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -99,6 +119,7 @@ def test_encoders_have_no_cache(tmp_path):
         (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, got 0"),
         (("--mesh", "pipeline=0"), "MeshConfig.pipeline must be an integer >= 1, got 0"),
         (("--mesh", "none.toml"), "none.toml"),
+        (("--mesh", "pipeline=3"), "mesh pipeline=3: the model has 2 layers, fewer than stages; lower pipeline"),
         (("--context", "65"), "--context 65 is more than the model's 64"),
         (("--dtype", "int4"), "dtype='int4' is not implemented"),
         (("--target", "h1"), "Unknown target 'h1'; known: a100"),

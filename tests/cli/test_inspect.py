@@ -35,12 +35,9 @@ def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
 @pytest.mark.aot
 def test_inspect_reports_on_the_stages_of_a_pipeline(tmp_path):
     options = ["--mesh", "pipeline=2,tensor=2", "--context", "256", "--batch", "4"]
-    wide, narrow = (
-        CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options], env=env)
-        for env in ({}, {"TTY_COMPATIBLE": "1", "COLUMNS": "80"})
-    )
-    assert wide.exit_code == narrow.exit_code == 0, wide.output + narrow.output
-    lines = [" ".join(line.replace("│", " ").split()) for line in wide.output.splitlines()]
+    result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
     assert "decode of 16 passes, batch 4, 256 tokens; 2 stages of 1, 1 layers, 2 micro-batches" in " ".join(lines)
     assert "CUDA graphs 1, and no launches outside" in lines
     for line in (
@@ -54,9 +51,6 @@ def test_inspect_reports_on_the_stages_of_a_pipeline(tmp_path):
         assert line in lines
     asked = [line.split()[0] for line in lines if re.fullmatch(r"last_stage/sample\S* \d+", line)]
     assert "last_stage/sample/draw/truncate" in asked
-    assert "…" not in narrow.output
-    assert max(map(len, narrow.output.splitlines())) <= 80
-    assert {"16,384", "272"} <= {*narrow.output.split()}
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def info(
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from jaxinfer.models.presets import active_parameter_count, parameter_count
+    from jaxinfer.models.stages import stages_on
     from jaxinfer.pallas_kernels.target import gpu_or_none
     from jaxinfer.serving.budget import Budget, Reservation
     from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -72,7 +73,10 @@ def info(
         raise ValueError(f"--context {context} is more than the model's {longest}; lower it.")
 
     fitted = fit(config, weights, layout.abstract(), rules, stored=description.quantization).config
+    stages = stages_on(fitted, layout.abstract(), rules)
     leaves = canonical_leaves(fitted, weights)
+    if stages is not None:
+        fitted, leaves = stages.config, {name: there.leaf for name, there in stages.leaves(weights).items()}
     parameters, active = parameter_count(config), active_parameter_count(config)
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)  # a batch of each lane
@@ -88,6 +92,7 @@ def info(
         ("stored as", description.quantization or description.dtype),
         *shown.rows.items(),
         ("mesh", ", ".join(f"{axis}={getattr(layout, axis)}" for axis in layout.AXES)),
+        ("stages", "" if stages is None else stages),
     ):
         if value != "":
             table.add_row(name, str(value))
