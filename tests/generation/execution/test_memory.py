@@ -1,5 +1,6 @@
 """The plan of the memory, and what then lives there."""
 
+import collections
 import dataclasses
 
 import jax
@@ -11,9 +12,13 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution import memory
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of
-from jaxinfer.generation.execution.programs import prefill
+from jaxinfer.generation.execution.programs import prefill, ring
 from jaxinfer.models.files.loading import load_model
+from jaxinfer.serving.budget import HOST
+from jaxinfer.sharding import MeshConfig
 from tests.generation.conftest import PAGE_BYTES
+from tests.tiny import CONFIG as TINY
+from tests.tiny import save_tiny
 
 CONFIG = EngineConfig(max_batch=4, context=128)
 
@@ -83,6 +88,58 @@ def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(ti
     caches = tight_llm.engine.executor.state.arrays.caches
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == tight_llm.memory.cache == 6 * PAGE_BYTES
     assert 0 < tight_llm.engine.executor.workspace_bytes <= tight_llm.memory.workspace
+
+
+def on_each_device(tree):
+    """Bytes of arrays on each device."""
+    held = collections.Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return held
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize(
+    "axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 4}], ids=str
+)
+def test_each_device_of_stages_has_what_was_planned(axes, kv_dtype, tmp_path):
+    """Of five layers a stage of two has three places, of four two; a page has keys and values of those."""
+    config = dataclasses.replace(TINY, vocab=256, layers=5)
+    mesh = MeshConfig(**axes)
+    places, shares = -(-5 // mesh.pipeline), mesh.tensor
+    devices = jax.devices()[: mesh.size]
+    layer = 16 * 2 * (8 * (1 if kv_dtype else 4)) // shares + (2 // shares * 4 if kv_dtype else 0)
+    with LLM(
+        save_tiny(tmp_path / "model", config=config), mesh=mesh.build(devices), max_batch=2, kv_dtype=kv_dtype
+    ) as llm:
+        plan, state = llm.memory, llm.engine.executor.state
+        assert plan.page_bytes == places * 2 * layer
+        assert plan.num_pages == 2 * 8  # of each lane
+        assert on_each_device(state.arrays.caches) == dict.fromkeys(devices, plan.num_pages * plan.page_bytes)
+        assert on_each_device(state.layout.leaves) == dict.fromkeys(devices, plan.weights)
+        held = {x.tenant: x.bytes for x in llm.budgets[HOST].holdings if x.owner == "LLM model"}
+        assert held == {"weights": mesh.size * plan.weights, "KV pages": mesh.size * plan.cache}
+
+
+def test_scarce_memory_of_stages_is_divided_by_what_the_ring_needs(tmp_path, monkeypatch):
+    path = save_tiny(tmp_path / "model", config=dataclasses.replace(TINY, layers=4))
+    model = load_model(path, mesh=MeshConfig(pipeline=2).build(jax.devices()[:2]))
+    layout = DeviceLayout.from_model(model, CONFIG, num_pages=4)
+    needed = memory.workspace_bytes(layout, buckets_of(CONFIG, "cpu"))
+    programs = [
+        ring.spec(layout).compile(sizes, mesh=model.mesh)
+        for sizes in (
+            ring.ring_sizes(2, chunks=4, rows_of_each=4, pages=8),
+            ring.decode_sizes(1, 4, 0, 8),
+            ring.decode_sizes(2, 4, 0, 8),
+        )
+    ]
+    assert needed >= max(program.memory.workspace_bytes for program in programs) > 0
+    monkeypatch.setattr(memory, "AMPLE", 100)
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE_BYTES) / memory.FRACTION) + 1)
+    plan = memory.plan_memory(model, CONFIG)
+    assert (plan.num_pages, plan.page_bytes, plan.workspace) == (10, PAGE_BYTES, needed)  # of a stage's two layers
 
 
 def test_programs_without_room_to_run_are_refused(model_dir, monkeypatch):
