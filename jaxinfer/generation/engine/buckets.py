@@ -88,7 +88,7 @@ class Buckets:
     def for_stages(self, stages: int) -> "Buckets":
         """Return the buckets of a pipeline: its steps run no micro-batch that is empty, so padding costs nothing.
 
-        Of the numbers of chunks that make the same micro-batches only the largest is kept.
+        Where numbers of chunks make the same micro-batches, only the largest is kept.
         """
         sizes = {chunks_of_each(count, stages): count for count in self.chunks}
         return dataclasses.replace(self, chunks=tuple(sizes.values()), max_padding=math.inf)
