@@ -71,9 +71,9 @@ def test_memory_for_a_mesh_a_context_and_a_batch(model):
 @pytest.mark.parametrize("axes", ["pipeline=2", "pipeline=2,tensor=2", "data=2,pipeline=2"])
 def test_each_device_of_a_pipeline_has_the_layers_and_the_cache_of_its_stage(axes, tmp_path):
     config = dataclasses.replace(CONFIG, vocab=256, layers=5)
-    path, mesh = save_tiny(tmp_path / "model", config=config), MeshConfig.parse(axes)
+    path, mesh = save_tiny(tmp_path / "staged", config=config), MeshConfig.parse(axes)
     with LLM(path, mesh=mesh.build(jax.devices()[: mesh.size]), max_batch=4) as llm:
-        held = {x.tenant: x.bytes // mesh.size for x in llm.budgets[HOST].holdings if x.owner == "LLM model"}
+        held = {x.tenant: x.bytes // mesh.size for x in llm.budgets[HOST].holdings if x.owner == "LLM staged"}
     rows, whole = _rows(path, "--mesh", axes, "--max-batch", 4), _rows(path, "--max-batch", 4)
     assert held.keys() == {"weights", "KV pages"}
     assert rows.items() >= {name: decimal(size) for name, size in held.items()}.items()

@@ -246,7 +246,7 @@ def _check_expert_load(model: OpenedModel, config: SharedConfig) -> None:
     if model.stages is not None:
         raise ValueError(
             f"LLM.expert_load=True is not implemented for a model in stages (pipeline={model.stages.count}): each "
-            "device counts the experts of its own layers; leave it out."
+            "device counts the experts of its own layers; leave it out, or use pipeline = 1."
         )
     decoder = model.config
     assert isinstance(decoder, DecoderConfig)

@@ -95,7 +95,7 @@ class DeviceBytes:
     @property
     def whole(self) -> int:
         """Bytes of all weights."""
-        return self.rest + self._opened.transformer.layers * self.layer + self.experts * self.expert
+        return self._opened.bytes_per_device()
 
     def of_whole(self, cache: int) -> int:
         """Return the bytes of the whole model with a cache, in programs of all layers; includes the room to load it."""
@@ -237,7 +237,7 @@ def _check_lanes(opened: OpenedModel, memory: MemoryConfig) -> None:
     if memory.weights != "device" and opened.stages is not None:
         raise ValueError(
             f"weights={memory.weights!r} is not for a mesh with stages, and this one has "
-            f"pipeline={opened.stages.count}: leave weights out, or use another axis."
+            f"pipeline={opened.stages.count}: use weights='device', or pipeline = 1."
         )
     if memory.weights != "device" and opened.lanes > 1:
         raise ValueError(

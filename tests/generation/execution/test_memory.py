@@ -111,14 +111,14 @@ def test_each_device_of_stages_has_what_was_planned(axes, kv_dtype, tmp_path):
     devices = jax.devices()[: mesh.size]
     layer = 16 * 2 * (8 * (1 if kv_dtype else 4)) // shares + (2 // shares * 4 if kv_dtype else 0)
     with LLM(
-        save_tiny(tmp_path / "model", config=config), mesh=mesh.build(devices), max_batch=2, kv_dtype=kv_dtype
+        save_tiny(tmp_path / "staged", config=config), mesh=mesh.build(devices), max_batch=2, kv_dtype=kv_dtype
     ) as llm:
         plan, state = llm.memory, llm.engine.executor.state
         assert plan.page_bytes == places * 2 * layer
         assert plan.num_pages == 2 * 8  # of each lane
         assert on_each_device(state.arrays.caches) == dict.fromkeys(devices, plan.num_pages * plan.page_bytes)
         assert on_each_device(state.layout.leaves) == dict.fromkeys(devices, plan.weights)
-        held = {x.tenant: x.bytes for x in llm.budgets[HOST].holdings if x.owner == "LLM model"}
+        held = {x.tenant: x.bytes for x in llm.budgets[HOST].holdings if x.owner == "LLM staged"}
         assert held == {"weights": mesh.size * plan.weights, "KV pages": mesh.size * plan.cache}
 
 

@@ -1,8 +1,10 @@
 """What is accepted fits, and what does not is refused before anything is read or written."""
 
+import dataclasses
 import re
 import shutil
 
+import jax
 import pytest
 
 from jaxinfer import LLM, SamplingParams
@@ -12,8 +14,11 @@ from jaxinfer.generation.execution import placement
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import OpenedModel, open_model
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
 from tests.models import goldens
+from tests.tiny import CONFIG as TINY
+from tests.tiny import save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 CONFIG = EngineConfig(context=128, **ONE)
@@ -56,6 +61,23 @@ def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works
     assert len(output.outputs[0].token_ids) == 4, output.outputs[0].error
     buffers = llm.placement.buffer_bytes if llm.placement else 0
     assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
+
+
+def test_what_a_stage_takes_of_each_device_is_that_of_its_layers(tmp_path):
+    path = save_tiny(tmp_path / "model", config=dataclasses.replace(TINY, layers=4))
+    mesh = MeshConfig(pipeline=2).build(jax.devices()[:2])
+    options = {"mesh": mesh, "weights": "device", "context": 16, **ONE}
+    with pytest.raises(MemoryError) as refused:
+        LLM(path, device_memory=30_000, **options)
+    opened, enough = open_model(path, mesh=mesh), least(refused.value)
+    assert enough < open_model(path).bytes_per_device() + opened.manifest.bytes  # the half is what matters
+    with LLM(path, device_memory=enough, **options) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4, output.outputs[0].error
+        assert llm.memory.weights == opened.bytes_per_device()
+        assert llm.memory.weights + llm.memory.cache + llm.memory.workspace <= enough
+    with pytest.raises(ValueError, match=r"weights='disk' is not for a mesh with stages, and this one has pipeline=2"):
+        LLM(path, **options | {"weights": "disk"})
 
 
 @pytest.mark.slow
