@@ -56,11 +56,11 @@ def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works
         LLM(unread, device_memory=enough - 1, **options)
     assert not list(unread.glob("*layers*"))
     monkeypatch.undo()
-    llm = LLM(unread, device_memory=enough, **options)
-    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 4, output.outputs[0].error
-    buffers = llm.placement.buffer_bytes if llm.placement else 0
-    assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
+    with LLM(unread, device_memory=enough, **options) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4, output.outputs[0].error
+        buffers = llm.placement.buffer_bytes if llm.placement else 0
+        assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
 
 
 def test_what_a_stage_takes_of_each_device_is_that_of_its_layers(tmp_path):
