@@ -1,5 +1,6 @@
 """`jaxinfer moe` as a user runs it."""
 
+import dataclasses
 import json
 import re
 
@@ -61,6 +62,16 @@ def test_the_table_and_the_json_are_what_the_engine_counted(moe_dir, prompts, tm
 def test_wrong_options_end_before_the_model_is_loaded(moe_dir, prompts, arguments, message, monkeypatch):
     monkeypatch.setattr(LLM, "__init__", None)
     assert re.search(f"^error: {message}", run(moe_dir, "--prompts-file", prompts, *arguments, code=2).stderr)
+
+
+def test_a_mixture_in_stages_is_refused_in_one_line(prompts, tmp_path):
+    path = save_tiny(tmp_path / "moe", config=dataclasses.replace(MOE_CONFIGS["shared"], layers=4))
+    file = tmp_path / "mesh.toml"
+    file.write_text("[mesh]\npipeline = 2\ntensor = 2\nexpert = 2\n")  # the eight devices of tests
+    refused = run(path, "--prompts-file", prompts, "--mesh", file, code=2).stderr
+    assert re.fullmatch(
+        r"error: .*not implemented for a model in stages \(pipeline=2\).* or use pipeline = 1\.\n", refused
+    )
 
 
 def test_dense_models_and_files_without_prompts_are_refused(model_dir, moe_dir, prompts, monkeypatch):

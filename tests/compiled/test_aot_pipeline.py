@@ -39,10 +39,10 @@ def fitted(layers):
     return config
 
 
-def compile_decode(layers):
+def compile_decode(layers, axes=MESH):
     """The ring of a decode step: two requests, each a micro-batch."""
     target = Target.load("h200")
-    mesh, config = target.mesh(MESH), dataclasses.replace(LM, layers=layers)
+    mesh, config = target.mesh(axes), dataclasses.replace(LM, layers=layers)
     spec, sizes = decode_program(config, BF16, batch=2, context=CONTEXT, passes=16, mesh=mesh)
     return compile_program(target, spec, sizes, mesh=mesh)
 
@@ -164,6 +164,23 @@ def test_a_layer_that_not_all_stages_have_copies_nothing():
         "some_stages/layers.1/attention/psum",
         "some_stages/layers.1/mlp/psum",
     ]
+
+
+@pytest.mark.aot
+def test_lanes_of_stages_exchange_nothing_with_one_another():
+    """All lanes run as many ticks. Devices 0 and 1 are the first stage of the first lane, 2 and 3 the second."""
+    report = compile_decode(2, MeshConfig(data=2, pipeline=2, tensor=2))
+    check_graph(report)
+    assert report.aliased == report.donated
+    greedy = [x for x in report.collectives if len(x.conditions) < 2]
+    assert sorted((x.kind, x.dtype, x.participants, x.in_loop) for x in greedy) == [
+        ("all-gather", "s32", 2, True),
+        *[("all-reduce", "bf16", 2, True)] * 3,  # the embedding, attention, the MLP
+        ("all-reduce", "s32", 2, False),
+        ("collective-permute", "bf16", 2, True),
+        ("collective-permute", "s32", 2, True),
+    ]
+    assert {pair for x in greedy for pair in x.pairs} == {(device, device ^ 2) for device in range(8)}
 
 
 def test_a_device_has_its_share_of_the_weights():
