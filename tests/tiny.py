@@ -76,18 +76,22 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG) -> Path:
-    """Write the model directory; <end> is its end of text."""
-    weights = WeightFormat()
-    model = Decoder(config, weights, rngs=nnx.Rngs(0))
+def random_model(config: DecoderConfig) -> Decoder:
+    """A model whose outputs are far from uniform, so that mistakes show."""
+    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
-    for name, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
+    for name, variable in nnx.to_flat_state(nnx.state(model)):
         if variable.ndim >= 2 or name[-1] == "selection_bias":
             variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+    return model
+
+
+def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG) -> Path:
+    """Write the model directory; <end> is its end of text."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
     files = {
         "tokenizer.json": byte_tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
     }
-    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
+    save_model(path, random_model(config), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
     return path

@@ -37,11 +37,15 @@ ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
 EXPERTS = [name for name in DECODERS if config_of(name).moe_layers]
 
+IN_STAGES = [name for name in DECODERS if not config_of(name).attention.scale_by_inverse_layer]
+"""Decoders with layers that compute the same with other weights, which stages need."""
+
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
 
 FEATURES = {
     "streamed": NAMES,
     "on a mesh": NAMES,
+    "in stages": IN_STAGES,
     "speculation": DECODERS,
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,

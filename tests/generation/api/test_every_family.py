@@ -1,7 +1,9 @@
-"""What works with what: every family streamed, on a mesh, with speculation, with keys and values in int8, quantised.
+"""What works with what: every family streamed, on a mesh, in stages, with speculation, with int8 KV, quantised.
 
-Each test runs for all goldens of `goldens.FEATURES`, from which docs/families.md is written; two are not slow.
+Each test runs for all goldens of `goldens.FEATURES`, from which docs/families.md is written; three are not slow.
 """
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,16 +14,19 @@ from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.models.config import BlockKind, QKNormScope
 from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import save_model
+from jaxinfer.models.stages import divide
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import generate, logprob_errors
 from tests.models import goldens
+from tests.tiny import random_model
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 """An engine of few programs, for one request at a time."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
 
-OFTEN = {"streamed": "gemma2_window", "on a mesh": "gptj_awkward"}
+OFTEN = {"streamed": "gemma2_window", "on a mesh": "gptj_awkward", "in stages": "gptj_awkward"}
 """The goldens that run with every change; the others are slow."""
 
 
@@ -89,6 +94,34 @@ def check_exchanges(llm, tensor):
                 (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
             )
             assert [c.kind for c in found if c not in sums] == ["all-gather"]
+
+
+def divides(config, stages):
+    try:
+        return divide(config, stages).count == stages
+    except ValueError:
+        return False
+
+
+@goldens_of("in stages")
+def test_in_stages(name, model, tmp_path):
+    """The greedy tokens of one device; a golden that has too few layers of a kind runs with its layers three times."""
+    config = goldens.config_of(name)
+    if not divides(config, 2):
+        config = dataclasses.replace(config, layers=3 * config.layers)
+        save_model(model := tmp_path / "deep", random_model(config), family=name)
+    options = {"max_decode_passes": 4, **ONE}
+    alone = generate(LLM(model, **options), GREEDY, PROMPTS)
+    for stages in (2, 4) if divides(config, 4) else (2,):
+        llm = LLM(model, mesh=MeshConfig(pipeline=stages), **options)
+        assert llm.model.stages.count == stages
+        assert generate(llm, GREEDY, PROMPTS) == alone
+
+
+def test_layers_that_all_differ_are_not_divided(tmp_path):
+    convert(goldens.DIRECTORY / "gpt2_inverse_layers", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"mesh pipeline=2: the layers of its stages differ in kind .* pipeline = 1\."):
+        LLM(tmp_path / "model", mesh=MeshConfig(pipeline=2), **ONE)
 
 
 def meshes_of(name):

@@ -1,5 +1,6 @@
 """Whatever ends a call before its time, wherever, the next call finds the engine as if it had never been."""
 
+import dataclasses
 import itertools
 import random
 import signal
@@ -15,6 +16,7 @@ from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.sharding import MeshConfig
 from tests.generation.conftest import SMALL, SMALL_BYTES
+from tests.tiny import CONFIG, save_tiny
 
 PROMPTS = ["a cab had a bad cafe bead", "a cab had a bad cafe face", "deaf", [97, 98, 99] * 9]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, n=2)
@@ -26,10 +28,13 @@ class Interrupt(BaseException):
 
 
 LANES = pytest.param(MeshConfig(data=2), marks=pytest.mark.slow)
+STAGES = pytest.param(MeshConfig(pipeline=2), marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=[None, LANES], ids=["one device", "two lanes"])
-def llm(model_dir, request):
+@pytest.fixture(scope="module", params=[None, LANES, STAGES], ids=["one device", "two lanes", "two stages"])
+def llm(model_dir, request, tmp_path_factory):
+    if request.param == MeshConfig(pipeline=2):  # the layers of `model_dir` are of two kinds: each stage has both here
+        model_dir = save_tiny(tmp_path_factory.mktemp("models") / "four", config=dataclasses.replace(CONFIG, layers=4))
     return LLM(model_dir, cache_bytes=SMALL_BYTES, mesh=request.param, **SMALL)
 
 

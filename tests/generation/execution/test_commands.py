@@ -1,5 +1,7 @@
 """What a step has the devices do is decided on the host, and any executor of the same model can do it."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from jaxinfer.generation.execution.programs.admit import Admit
 from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
+from jaxinfer.generation.execution.programs.ring import Ring
+from jaxinfer.sharding import MeshConfig
 from tests.generation.sampled import SIZES
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, save_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9], [5] * 9]
 PARAMS = [
@@ -22,10 +26,16 @@ PARAMS = [
 ]
 
 
+STREAMED = {"weights": "host", "num_speculative_tokens": 3}
+IN_STAGES = {"mesh": MeshConfig(pipeline=2), "num_speculative_tokens": 3}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"weights": "host", "num_speculative_tokens": 3}, marks=pytest.mark.slow)], ids=str
+    "options", [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in (STREAMED, IN_STAGES))], ids=str
 )
 def test_commands_of_one_executor_run_on_another(model_dir, tmp_path, monkeypatch, options):
+    if options is IN_STAGES:  # each of them has layers of both kinds
+        model_dir = save_tiny(tmp_path / "four", config=dataclasses.replace(CONFIG, layers=4))
     pair = random_pair(CONFIG.embed, CONFIG.embed, 3, np.random.default_rng(0))
     adapters = {"a": save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": pair})}
     first, second = (LLM(model_dir, adapters=adapters, **SIZES, **options) for _ in range(2))
@@ -50,5 +60,5 @@ def test_commands_of_one_executor_run_on_another(model_dir, tmp_path, monkeypatc
     monkeypatch.setattr(executor, "run", recording)
     monkeypatch.setattr(executor, "collect", comparing)
     outputs = first.generate(PROMPTS, PARAMS)
-    assert kinds == {Admit, CopyPages, PlaceAdapter, Pass}
+    assert kinds == {Admit, CopyPages, PlaceAdapter, Ring if options is IN_STAGES else Pass}
     assert sum(map(len, tokens)) == sum(len(c.token_ids) for output in outputs for c in output.outputs)
