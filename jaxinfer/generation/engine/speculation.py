@@ -94,14 +94,17 @@ class PassCosts:
         """
         if self.stages == 1 or rows == 1:
             return 1
-        medians = dict[int, float]()
-        for micro_batches in (self.stages, 1):
-            plain, speculative = (self._sizes_of(rows, n, micro_batches) for n in (0, self._speculative))
-            cost = self.all.for_sizes(self._name, **plain) or self.all.for_sizes(self._name, **speculative)
-            if cost is None or cost.weight < TRIES:
-                return micro_batches
-            medians[micro_batches] = cost.p50
-        return min(medians, key=lambda micro_batches: medians[micro_batches])
+        ways, kinds = (self.stages, 1), sorted({0, self._speculative})
+        costs = {
+            kind: [self.all.for_sizes(self._name, **self._sizes_of(rows, kind, way)) for way in ways] for kind in kinds
+        }
+        for way, known in zip(ways, zip(*costs.values(), strict=True), strict=True):
+            if sum(cost.weight for cost in known if cost) < TRIES:
+                return way
+        for divided, together in costs.values():  # passes of one kind are compared
+            if divided and together:
+                return self.stages if divided.p50 <= together.p50 else 1
+        return self.stages
 
     def ratio(self, rows: int) -> float:
         """Return how much longer a speculative pass takes than a plain one."""

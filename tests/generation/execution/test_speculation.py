@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.compiled import Costs
 from jaxinfer.generation import LLM, SamplingParams
-from jaxinfer.generation.engine.speculation import RETRY, PassCosts, SpeculationControl
+from jaxinfer.generation.engine.speculation import RETRY, TRIES, PassCosts, SpeculationControl
 from jaxinfer.generation.execution.programs.ngram import MAX_NGRAM, MIN_NGRAM, propose
 
 CONTEXT, COUNT = 24, 5
@@ -48,7 +48,7 @@ def speculating(model_dir):
     # Speculation pays, however busy the machine is.
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.build.open_costs", lambda *key: costs)
+        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key: costs)
         return LLM(
             model_dir, max_batch=1, token_budget=32, chunk_size=32, num_speculative_tokens=4, max_decode_passes=1
         )
@@ -158,3 +158,83 @@ def test_costs_of_passes_are_told_apart():
     assert costs.seconds(2) is None  # the first call does not count
     costs.record((("batch", 2), ("speculative", 7), ("pages", 8)), seconds=0.02, plain=0, speculative=4)
     assert costs.seconds(2) == pytest.approx(0.005)
+
+
+# In how many micro-batches rows go through the stages of a pipeline
+
+
+def measured(stages, seconds, speculative=0):
+    """Costs of a pipeline, in which passes of so many (rows, speculative tokens, micro-batches) took these seconds."""
+    costs = PassCosts(Costs(), speculative, stages=stages)
+    for (rows, tokens, micro_batches), times in seconds.items():
+        bucket = {"chunks": 0, "batch": rows, "speculative": tokens, "pages": 8, "micro_batches": micro_batches}
+        plain, passes = (0, 4) if tokens else (4, 0)
+        for time in (times[0], *times):  # the first call does not count
+            costs.record(tuple(bucket.items()), 4 * time, plain=plain, speculative=passes)
+    return costs
+
+
+def test_rows_go_in_one_piece_without_stages_and_alone():
+    assert PassCosts(Costs(), 0).micro_batches(8) == 1
+    assert PassCosts(Costs(), 0, stages=4).micro_batches(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("divided", "together", "expected"),
+    [
+        ([], [], 4),  # nothing is known: the way that should be best comes first
+        ([1.0] * (TRIES - 1), [], 4),
+        ([1.0] * TRIES, [], 1),  # then the other
+        ([1.0] * TRIES, [2.0] * (TRIES - 1), 1),
+        ([1.0] * TRIES, [2.0] * TRIES, 4),  # then the quicker one
+        ([2.0] * TRIES, [1.0] * TRIES, 1),
+        ([1.0] * TRIES, [1.0] * TRIES, 4),
+        ([1.0, 1.0, 1.0, 9.0], [2.0] * TRIES, 4),  # a stall changes nothing
+    ],
+)
+def test_both_ways_through_a_pipeline_are_tried_and_the_quicker_one_is_kept(divided, together, expected):
+    times = {(8, 0, 4): divided, (8, 0, 1): together}
+    costs = measured(4, {sizes: seconds for sizes, seconds in times.items() if seconds})
+    assert costs.micro_batches(8) == expected
+
+
+def test_each_number_of_rows_is_judged_by_itself():
+    times = {(4, 0, 4): 3.0, (4, 0, 1): 1.0, (8, 0, 4): 2.0, (8, 0, 1): 5.0}
+    costs = measured(4, {sizes: [seconds] * TRIES for sizes, seconds in times.items()})
+    assert [costs.micro_batches(rows) for rows in (1, 4, 8, 16)] == [1, 1, 4, 4]
+    assert costs.seconds(8, 4) == pytest.approx(2.0)
+    assert costs.seconds(8, 1) == pytest.approx(5.0)
+
+
+def test_rows_are_padded_to_equal_micro_batches():
+    """Six rows in four micro-batches are two in each."""
+    costs = measured(4, {(8, 0, 4): [1.0] * TRIES, (6, 0, 1): [2.0] * TRIES})
+    assert costs.micro_batches(6) == 4
+    assert costs.seconds(6, 4) == pytest.approx(1.0)
+
+
+def test_what_a_speculative_pass_costs_in_a_pipeline():
+    """The ratio is of passes that go through it the same way."""
+    times = {(8, 0, 2): 1.0, (8, 3, 2): 1.5, (8, 0, 1): 2.0, (8, 3, 1): 8.0}
+    costs = measured(2, {sizes: [seconds] * TRIES for sizes, seconds in times.items()}, speculative=3)
+    assert costs.micro_batches(8) == 2
+    assert costs.ratio(8) == pytest.approx(1.5)
+
+
+def test_speculative_passes_alone_decide_too():
+    times = {(8, 3, 2): 1.5, (8, 3, 1): 1.0}
+    costs = measured(2, {sizes: [seconds] * TRIES for sizes, seconds in times.items()}, speculative=3)
+    assert costs.micro_batches(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({(8, 0, 2): [1.0], (8, 3, 2): [1.5] * 2}, 1),  # few plain passes are made once there is something to suggest
+        ({(8, 0, 2): [1.0], (8, 3, 2): [1.5] * 2, (8, 3, 1): [1.2] * TRIES}, 1),
+        ({(8, 0, 2): [1.0], (8, 3, 2): [1.5] * 2, (8, 3, 1): [1.7] * TRIES}, 2),
+        ({(8, 0, 2): [2.0] * TRIES, (8, 3, 1): [1.7] * TRIES}, 2),  # they do not say: a speculative one will
+    ],
+)
+def test_passes_of_one_kind_are_compared(times, expected):
+    assert measured(2, times, speculative=3).micro_batches(8) == expected
