@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled import Costs
+from jaxinfer.compiled.costs import Cost
 from jaxinfer.generation.engine.batch import StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.lanes import PREFIX_WEIGHT, LaneScheduler
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.scheduler import DecoderScheduler
-from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.engine.scheduler import PIPELINE_PASSES, DecoderScheduler
+from jaxinfer.generation.engine.speculation import TRIES, PassCosts
 from jaxinfer.generation.outputs import FinishReason
 from tests.generation.engine.test_scheduler import CONTEXT, MAX_STEPS, PAGE, Device, alone, random_prompt, request_of
 
@@ -184,6 +185,45 @@ def test_passes_are_those_of_the_lane_with_most_rows(known):
     simulation.finish()
     assert [len(lane.rows) for lane in simulation.batches[0].lanes] == [4, 1]
     assert [batch.passes for batch in simulation.batches] == ([4, 4, 1] if known == 4 else [1] * 9)
+
+
+@pytest.mark.parametrize("quicker", [1, 2])
+def test_lanes_of_stages_go_in_equally_many_micro_batches(quicker):
+    """What the lane with most rows goes the fastest in decides for all: one row by itself is never divided."""
+    simulation = Simulation(Random(0), 2, slots=4, pages=80, in_flight=0)
+    known = {}
+    for micro_batches in (1, 2):
+        sizes = {"chunks": 0, "batch": 4, "speculative": 0, "micro_batches": micro_batches}
+        cost = known["ring", tuple(sizes.items())] = Cost()
+        for _ in range(TRIES):
+            seconds = 1e-9 if micro_batches == quicker else 1e-3
+            cost.add(seconds, 1, seconds)
+    first, second = simulation.scheduler.lanes
+    for lane in (first, second):
+        lane._costs = PassCosts(Costs(known, learns=False), 0, stages=2)
+    for number in range(5):
+        simulation.add([number % 3], max_tokens=9, stop_token_ids=())
+    second.hand_over(second.waiting.first, first)
+    simulation.finish()
+    assert [len(lane.rows) for lane in simulation.batches[0].lanes] == [4, 1]
+    assert [batch.micro_batches for batch in simulation.batches] == [quicker] * 3
+    assert [{lane.micro_batches for lane in batch.lanes} for batch in simulation.batches] == [{quicker}] * 3
+
+
+def test_steps_through_a_pipeline_have_enough_passes_to_fill_it():
+    """However long a pass takes, once it is known."""
+    simulation = Simulation(Random(0), 2, slots=1, pages=80, in_flight=0, passes=16)
+    sizes = {"chunks": 0, "batch": 1, "speculative": 0, "micro_batches": 1}
+    slow = Costs.fixed({("ring", tuple(sizes.items())): 1.0})
+    for lane in simulation.scheduler.lanes:
+        lane._costs = PassCosts(slow, 0, stages=2)
+    simulation.add([1], max_tokens=20, stop_token_ids=())
+    simulation.finish()
+    assert [batch.passes for batch in simulation.batches] == [
+        PIPELINE_PASSES,
+        PIPELINE_PASSES,
+        20 - 2 * PIPELINE_PASSES,
+    ]
 
 
 def test_a_lane_without_pages_runs_fewer_passes_in_all():
