@@ -359,20 +359,21 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4"}, {"kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("mesh", [TWO, FOUR], ids=str)
-def test_formats(wide, mesh, options):
+def test_quantised(wide, mesh, quantize):
     """Each layer computes what it does on one device."""
-    alone, llm = LLM(wide, **FEW, **options), in_stages(wide, mesh, **FEW, **options)
+    alone, llm = LLM(wide, quantize=quantize, **FEW), in_stages(wide, mesh, quantize=quantize, **FEW)
     assert generate(llm, UNEQUAL) == generate(alone, UNEQUAL)
-    check_logprobs(alone, llm)
+    assert logprob_errors(llm, alone, GREEDY).max() < 1e-4
 
 
 @pytest.mark.slow
-def test_bfloat16(five):
-    """In bfloat16 tokens may differ where two are nearly as likely."""
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}], ids=str)
+def test_what_is_rounded_is_as_precise_in_stages(five, options):
+    """Numbers may differ by rounding: pages of int8 are rounded by what a step has of them, which is not the same."""
     exact, params = LLM(five, **FEW), dataclasses.replace(GREEDY, max_tokens=30)
-    one, several = (LLM(five, dtype="bfloat16", mesh=mesh, **FEW) for mesh in (None, TWO))
+    one, several = (LLM(five, mesh=mesh, **options, **FEW) for mesh in (None, TWO))
     errors = [logprob_errors(llm, exact, params).mean() for llm in (one, several)]
     assert 0 < errors[1] < 1.5 * errors[0]
 
