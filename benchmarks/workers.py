@@ -56,6 +56,11 @@ MOE_ENGINES: Engines = {
 }
 """As `ENGINES`, for `MOE_MODEL`; the third is how transformers computes experts."""
 
+ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"}
+"""The environment of a process of one thread; with more devices NPROC, the threads of all together, is their number."""
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+"""XLA's flags for processes that compile for longer than they run."""
+
 
 class EngineError(SystemExit):
     """An engine cannot run; the message says how to install it. Ends the command unless it is caught."""

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks.report import ROOT, Report
-from benchmarks.workers import run_module
+from benchmarks.workers import ONE_THREAD, QUICK, run_module
 from jaxinfer import LLM, MeshConfig, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
@@ -238,7 +238,6 @@ REQUESTS = 16
 WORKLOADS = {"prompts": (448, 16), "answers": (32, 64)}
 """Tokens of each prompt, and those that follow. Computing takes most of the time of prompts; of answers, with 8 or 16
 rows a pass, reading weights does, which two lanes do twice."""
-ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,8 +292,6 @@ def lane_rates(path: Path, requests: int) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"exchanges": exchanges, "families": families}
 """Parts that run on virtual devices, in a process each."""
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-"""What `families` compiles with, for longer than it runs."""
 
 
 def measure_exchanges(report: Report) -> None:

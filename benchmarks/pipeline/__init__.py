@@ -1,0 +1,1 @@
+"""Pipelines measured, a part a file: `python -m benchmarks.pipeline`."""
