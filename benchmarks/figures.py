@@ -10,6 +10,7 @@ from benchmarks.coserve import plots as coserve
 from benchmarks.moe.plots import draw_exchange
 from benchmarks.otas import figures as otas
 from benchmarks.pages import RESULTS
+from benchmarks.pipeline.plots import draw_rings
 from benchmarks.report import ROOT
 from benchmarks.streaming.curve import draw_curves
 from jaxinfer.evaluation.figures import write_figure
@@ -32,6 +33,7 @@ def draw(docs: Path) -> None:
     curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, OTHER_MACHINE)])
     write_figure(docs / "streaming-batch.svg", curves)
     write_figure(docs / "benchmarks" / "expert-exchange.svg", draw_exchange(read(OTHER_MACHINE, "moe")))
+    write_figure(docs / "pipeline-ring.svg", draw_rings(read(MACHINE, "pipeline")))
 
 
 if __name__ == "__main__":

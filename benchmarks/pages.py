@@ -10,7 +10,7 @@ result replaces one file; the other machines' stay as they are.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,15 @@ CHECKS = {
     "warm_vs_transformers": "the same, against transformers",
 }
 """Names of checks in the table; other checks are left out."""
+PIPELINE_CHECKS = {
+    "idle_exact": "schedules whose idle slots, planned or recorded by a compiled ring, are those of the closed form",
+    "hybrid_gain_model": "530B model in five stages (Fig. 10b), from ticks: hybrid over drained",
+    "queued_vs_drained_measured": "50 tokens for two cohorts in two stages, a thread each: queued over drained",
+    "chunk_pipeline_measured": "a prompt of 2,048 tokens, eight chunks in two stages of a thread each, over one device "
+    "of one thread in its best way",
+    "families_equal": "runs of all families that divide, in two and in four stages, with one device's tokens",
+}
+"""The same for `benchmarks.pipeline`, which has families, too."""
 SHORT_UNITS = {"": "", "x": "x", "of": ""}
 """Replacements of a unit's first word, as the table's names say of what."""
 
@@ -305,14 +314,62 @@ def held_out_section(result: Result) -> list[str]:
     ]
 
 
-def checks_table(result: Result) -> str:
+def pipeline_section(result: Result) -> list[str]:
+    """Write idle slots, the model of hybrid scheduling, the tokens per second of devices, and the checks."""
+    rows = result["rows"]
+    closed = next((row for row in rows if row["figure"] == "closed forms"), {})
+    devices = [
+        [row["way"], row["figure"], f"{row['tokens_per_s']:,.0f} ({min(row['all']):,.0f} to {max(row['all']):,.0f})"]
+        for row in rows
+        if "tokens_per_s" in row
+    ]
+    hybrid = [
+        [f"{row['parameters_b']:g}B", *(str(row[name]) for name in ("P", "sequences", "prompt_s", "decode_s"))]
+        + [f"{row[f'{name}_s']:.2f}" for name in ("drained", "queued", "hybrid")]
+        + [f"{row['gain']:.2f}x"]
+        for row in rows
+        if row["figure"] == "hybrid"
+    ]
+    return [
+        "Stages of a pipeline. Two CPU devices of a thread each, a Llama of 57 M parameters in float32: tokens per "
+        f"second, median and range. By closed forms queued is {closed['queued_vs_drained']:.2f}x drained, and eight "
+        f"chunks in two stages are {closed['chunk_pipeline']:.2f}x one device.",
+        table(["way", "of", "tokens/s"], devices),
+        "Slots (ticks times stages) without work, of P stages, M micro-batches and G tokens of each:",
+        _idle_table(rows),
+        "What schedules take of the paper's models, in seconds, from ticks: prompts of 512 tokens and 50 tokens each "
+        "in P micro-batches, hybrid prompts in 4 P. Prompts take a stage as long as their products (0.76 of 312 "
+        "TFLOP/s), however they are divided; a tick of generation as long as reading its weights (0.95 of 1.555 TB/s).",
+        table(["model", "P", "sequences", "prompts of a stage", "tick", "drained", "queued", "hybrid", "gain"], hybrid),
+        checks_table(result, CHECKS | PIPELINE_CHECKS),
+    ]
+
+
+def _idle_table(rows: list[dict[str, Any]]) -> str:
+    """Write the idle slots of as many micro-batches as stages, and of eight chunks; what rings recorded beside."""
+    idle = {
+        (row["recorded"], row["schedule"], row["P"], row["M"]): f"{row['idle']:,} of {row['slots']:,}"
+        for row in rows
+        if row["figure"] == "idle"
+    }
+    stages = sorted({p for _, _, p, _ in idle})
+    lines = [
+        [name, how, *(idle[is_recorded, name, p, p] for p in stages)]
+        for name in ("drained", "queued", "hybrid")
+        for is_recorded, how in ((False, "planned"), (True, "recorded"))
+        if (is_recorded, name, stages[0], stages[0]) in idle
+    ]
+    return table(["schedule, M = P, G = 50", "", *(f"P = {p}" for p in stages)], lines)
+
+
+def checks_table(result: Result, names: Mapping[str, str] = CHECKS) -> str:
     """Write every check with a name here, its target, and whether it was met."""
-    checks = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
+    checks = [Check(**check) for check in result["checks"] if check["name"] in names]
     lines = []
     for check in checks:
         unit = SHORT_UNITS.get(check.unit.partition(" ")[0], f" {check.unit}")
         sign = "≥" if check.better == "higher" else "≤"
-        lines.append([CHECKS[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", check.verdict])
+        lines.append([names[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", check.verdict])
     return table(["check", "value", "target", ""], lines)
 
 
@@ -327,6 +384,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "streaming": streaming_section,
     "start": start_section,
     "moe": moe_section,
+    "pipeline": pipeline_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
@@ -335,6 +393,7 @@ PAGES = {
     "start.md": ("start",),
     "families.md": ("held_out",),
     "mixtures.md": ("moe",),
+    "pipeline.md": ("pipeline",),
 }
 """The sections of each page."""
 

@@ -1,4 +1,4 @@
-"""Two CPU devices of one thread each as stages: tokens queued against drained, and a prompt in chunks against one device.
+"""Two CPU devices of a thread each as stages: tokens queued against drained; a prompt in chunks against one device.
 
 Devices and threads are fixed when JAX starts, so that one device and two have processes of their own, which take turns.
 In a tick without work a stage computes all the same, as all devices run one program.

@@ -9,13 +9,13 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 
-from benchmarks.pipeline.steps import STRIDES, decode, read_prompt
+from benchmarks.pipeline.steps import STRIDES, Steps, decode, read_prompt
 from benchmarks.report import Report
 from benchmarks.workers import QUICK, run_module
 from jaxinfer import LLM, MeshConfig
@@ -33,23 +33,23 @@ PROMPT = 512
 PER_STAGE = 4
 """Micro-batches of prompts for each stage in hybrid schedules, as in the engine's rings."""
 CHUNK = 4
-SHOWN_STAGES, SHOWN_TOKENS = 4, 3
+SHOWN_STAGES, SHOWN_TOKENS, SHOWN_CHUNKS = 4, 3, 8
 """Of the rings that are drawn: those of the paper's Fig. 2."""
 
 
 def idle_row(
-    schedule: str, ticks: Schedule, closed_form: int, *, recorded: bool = False, **sizes: int
+    name: str, schedule: Schedule, closed_form: int, sizes: Mapping[str, int], *, recorded: bool = False
 ) -> dict[str, Any]:
     """Return the row of a schedule, planned or recorded. sizes: P, M and so on."""
     return {
         "figure": "idle",
-        "schedule": schedule,
+        "schedule": name,
         **sizes,
         "recorded": recorded,
-        "slots": ticks.slots,
-        "idle": ticks.idle_slots,
+        "slots": schedule.slots,
+        "idle": schedule.idle_slots,
         "closed_form": closed_form,
-        "exact": ticks.idle_slots == closed_form,
+        "exact": schedule.idle_slots == closed_form,
     }
 
 
@@ -59,14 +59,14 @@ def planned() -> Iterator[dict[str, Any]]:
         for m in (1, p - 1, p, PER_STAGE * p):
             sizes = {"P": p, "M": m, "G": TOKENS}
             queued, drained = (make(p, m, TOKENS) for make in (schedules.queued, schedules.drained))
-            yield idle_row("queued", queued, schedules.queued_idle(p, m, TOKENS), **sizes)
-            yield idle_row("drained", drained, schedules.drained_idle(p, TOKENS), **sizes)
+            yield idle_row("queued", queued, schedules.queued_idle(p, m, TOKENS), sizes)
+            yield idle_row("drained", drained, schedules.drained_idle(p, TOKENS), sizes)
             hybrid = schedules.hybrid(p, PER_STAGE * p, m, TOKENS)
             prompts, rest = schedules.queued_idle(p, PER_STAGE * p, 1), schedules.queued_idle(p, m, TOKENS - 1)
-            yield idle_row("hybrid", hybrid, prompts + rest, prompt_M=PER_STAGE * p, **sizes)
+            yield idle_row("hybrid", hybrid, prompts + rest, {**sizes, "prompt_M": PER_STAGE * p})
         for chunks in (1, 2, 4, 8, 16):
             ticks = schedules.chunked(p, [1.0] * chunks)
-            yield idle_row("chunks", ticks, schedules.queued_idle(p, chunks, 1), P=p, M=chunks, G=1)
+            yield idle_row("chunks", ticks, schedules.queued_idle(p, chunks, 1), {"P": p, "M": chunks, "G": 1})
 
 
 def recorded() -> Iterator[dict[str, Any]]:
@@ -89,9 +89,8 @@ def recorded() -> Iterator[dict[str, Any]]:
             )
             yield from _recorded_decoding(llm, p)
             for count in sorted({p - 1, p, 2 * p, chunks}):
-                ticks = Schedule.from_ring(read_prompt(llm, [3] * (count * CHUNK)).ticks)
-                closed_form = schedules.queued_idle(p, count, 1)
-                yield idle_row("chunks", ticks, closed_form, recorded=True, P=p, M=count, G=1)
+                ticks, idle = read_prompt(llm, [3] * (count * CHUNK)).schedule, schedules.queued_idle(p, count, 1)
+                yield idle_row("chunks", ticks, idle, {"P": p, "M": count, "G": 1}, recorded=True)
             llm.close()
 
 
@@ -103,12 +102,18 @@ def _recorded_decoding(llm: LLM, p: int) -> Iterator[dict[str, Any]]:
             "drained": schedules.drained_idle(p, TOKENS),
         }
         for name, closed_form in closed_forms.items():
-            ticks = Schedule.from_ring(decode(llm, prompts, TOKENS, STRIDES[name]).ticks)
-            yield idle_row(name, ticks, closed_form, recorded=True, P=p, M=m, G=TOKENS)
+            ticks = decode(llm, prompts, TOKENS, STRIDES[name]).schedule
+            yield idle_row(name, ticks, closed_form, {"P": p, "M": m, "G": TOKENS}, recorded=True)
     if p == SHOWN_STAGES:
         for name, stride in STRIDES.items():
-            shown = decode(llm, [[3 + row] * CHUNK for row in range(p)], SHOWN_TOKENS, stride).ticks
-            yield {"figure": "ring", "schedule": name, "ticks": shown.tolist()}
+            shown = decode(llm, [[3 + row] * CHUNK for row in range(p)], SHOWN_TOKENS, stride)
+            yield _ring_row(name, shown)
+        yield _ring_row("chunks", read_prompt(llm, [3] * (SHOWN_CHUNKS * CHUNK)))
+
+
+def _ring_row(name: str, steps: Steps) -> dict[str, Any]:
+    assert steps.ticks is not None
+    return {"figure": "ring", "schedule": name, "ticks": steps.ticks.tolist()}
 
 
 def tiny_config() -> DecoderConfig:

@@ -16,7 +16,7 @@ from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.packing import PassInputs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
-from jaxinfer.sharding.schedules import drained_stride, queued_stride
+from jaxinfer.sharding.schedules import Schedule, drained_stride, queued_stride
 
 Stride = Callable[[int, int], int]
 """The ticks between two passes of a micro-batch, by stages and micro-batches."""
@@ -41,6 +41,13 @@ class Steps:
     tokens: list[list[int]]
     ticks: np.ndarray | None
     count: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the ring ran in the last step. Raises ValueError without stages."""
+        if self.ticks is None:
+            raise ValueError("Only a model in stages has a schedule.")
+        return Schedule.from_ring(self.ticks.tolist())
 
 
 def decode(llm: LLM, prompts: Ordered[list[int]], passes: int, stride: Stride) -> Steps:
