@@ -117,7 +117,7 @@ def rows_of(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     for way, values in seconds.items():
         count, figure = (ROWS * TOKENS, "decode") if way in STRIDES else (CHUNKS * CHUNK, "prompt")
         rates = [round(count / value, 2) for value in values]
-        rows.append({"figure": figure, "way": way, "tokens_per_s": statistics.median(rates), "all": rates})
+        rows.append({"figure": figure, "way": way, "tokens_per_s": round(statistics.median(rates), 2), "all": rates})
     return rows
 
 

@@ -56,7 +56,7 @@ def idle_row(
 def planned() -> Iterator[dict[str, Any]]:
     """Count the idle slots of all schedules as data, at all settings."""
     for p in STAGES:
-        for m in (1, p - 1, p, PER_STAGE * p):
+        for m in sorted({1, p - 1, p, PER_STAGE * p}):
             sizes = {"P": p, "M": m, "G": TOKENS}
             queued, drained = (make(p, m, TOKENS) for make in (schedules.queued, schedules.drained))
             yield idle_row("queued", queued, schedules.queued_idle(p, m, TOKENS), sizes)

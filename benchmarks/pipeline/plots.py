@@ -33,7 +33,7 @@ def draw_rings(result: Mapping[str, Any]) -> "Figure":
         if name in rings
     }
     caption = (
-        "What the stages of one compiled ring recorded, tick by tick, on virtual CPU devices: four micro-batches get "
+        "What the stages of compiled rings recorded, tick by tick, on virtual CPU devices: four micro-batches get "
         f"three tokens each; eight chunks; {result['date']}, commit {result['commit'][:10]}"
     )
     return draw_schedules(drawn, caption)

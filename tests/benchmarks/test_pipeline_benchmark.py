@@ -106,7 +106,7 @@ def test_the_page_and_the_figure_show_the_recorded_result():
 
     result = json.loads((ROOT / "benchmarks/results/amd-avx512/pipeline.json").read_text())
     text = "\n".join(pages.pipeline_section(result))
-    assert "| queued | recorded | 2 of 202 | 6 of 453 | 12 of 804 | 20 of 1,255 |" in text
+    assert "| queued | recorded | 2 of 202 | 6 of 456 | 12 of 812 | 20 of 1,270 |" in text
     assert devices.PIPELINE in text
     titles = [axes.get_title(loc="left") for axes in draw_rings(result).axes]
     assert [title.partition(":")[0] for title in titles] == [
