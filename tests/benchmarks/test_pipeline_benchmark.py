@@ -73,10 +73,21 @@ def test_chunks_in_stages_are_compared_with_the_best_way_of_one_device():
     seconds = {way: [2.0, 1.0 + number, 4.0] for number, way in enumerate(devices.WAYS)}
     seconds |= {devices.PIPELINE: [1.0, 1.1, 1.25], "queued": [1.0], "drained": [1.4]}
     report = Report()
-    devices.add_checks(report, devices.rows_of(seconds))
+    rows = devices.rows_of(seconds)
+    devices.add_checks(report, rows, others=0.02)
     values = {check.name: (check.value, check.met) for check in report.checks}
     assert values["queued_vs_drained_measured"] == (pytest.approx(1.4, rel=1e-3), True)
     assert values["chunk_pipeline_measured"] == (pytest.approx(2 / 1.1, rel=1e-3), True)
+    busy = Report()
+    devices.add_checks(busy, rows, others=0.5)
+    assert [check.verdict for check in busy.checks] == ["other processes took 50% of the cores"] * 2
+
+
+def test_others_are_what_this_process_and_its_children_do_not_take():
+    others = devices.Others()
+    for _ in range(10**7):
+        pass
+    assert 0 <= others.share() <= 1
 
 
 def test_layers_are_repeated_until_they_divide_and_one_golden_has_no_stages():
