@@ -15,6 +15,8 @@ import os
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")
 
+from jax.sharding import NamedSharding
+
 from jaxinfer import LLM, SamplingParams
 
 PROMPTS = ['def read_lines(path):\n    """Return the lines of a file."""\n', "import os\nimport sys\n"]
@@ -28,6 +30,7 @@ def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[list[int]], l
     if llm.model.stages is not None:
         print(llm.model.stages)
     for name, leaf in list(llm.model.leaves.items())[:12]:
+        assert isinstance(leaf.sharding, NamedSharding)
         print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
     on_mesh = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     if (pipeline := llm.stats().pipeline) is not None:
