@@ -263,9 +263,8 @@ def decode_ring(
         if count:
             guess = speculate(history, step.rows.slot, Progress(position), step.options, limit, count)
         group = tokens_of(history, step.rows, position, step.adapter, guess)
-        return jnp.stack(
-            [group.ids, group.positions.at[:, 0].set(position)]
-        )  # of rows that have ended it is the length
+        positions = group.positions.at[:, 0].set(position)  # of rows that have ended it says their length
+        return jnp.stack([group.ids, positions])
 
     def tick(number: jax.Array, carry: _Decoding) -> _Decoding:
         tick, job = _work(stage, number, schedule, micro_batches)
