@@ -52,6 +52,8 @@ def inspect(
     from jaxinfer.hub import resolve
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.files.description import Description, require_transformer, weight_format
+    from jaxinfer.models.stages import stages_on
+    from jaxinfer.sharding import ShardingRules
 
     gpu, description = Target.load(target), Description.read(resolve(directory))
     file = parse_mesh(mesh)
@@ -63,6 +65,8 @@ def inspect(
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
+    if file.mesh is not None:  # before the compiler for GPUs is looked for
+        stages_on(config, file.mesh.abstract(), file.rules or ShardingRules())
     built = None if file.mesh is None else gpu.mesh(file.mesh)
     spec, sizes = decode_program(
         config,
