@@ -128,12 +128,11 @@ def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | Non
     return total
 
 
-def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
-    """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
+def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None, remedy: str) -> None:
+    """Raise MemoryError with a remedy unless each device has this many bytes free for the model in `folder`."""
     if needed > (available := available_bytes(mesh)):
         raise MemoryError(
-            f"{folder}: loading needs {decimal(needed)} of memory and {decimal(available)} are available; use "
-            "weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices."
+            f"{folder}: loading needs {decimal(needed)} of memory and {decimal(available)} are available; {remedy}."
         )
 
 

@@ -267,7 +267,7 @@ def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placemen
     devices, each = devices_of(opened.mesh), weight_tenants(opened, placement)
     host = host_tenants(opened, placement)
     reading = {"files being read": min(opened.manifest.bytes, GROUP_BYTES)} if placement is None else {}
-    remedy = "use weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices; or close another model"
+    remedy = f"{opened.remedy}; or close another model"
     reservation.resize(sizes_of(devices, each | reading, host=host), unused=True, remedy=remedy)
     yield
     reservation.resize(sizes_of(devices, each, host=host))

@@ -287,8 +287,8 @@ def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
     if (needed := needs.of_whole(cache)) > needs.limit:
         raise MemoryError(
             f"{opened.folder}: all layers on the devices take {decimal(needed)}, with {decimal(cache)} of cache, "
-            f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or use weights='auto', "
-            f"quantize='int4', a smaller dtype, or a mesh with more devices.\n{who_has(opened.mesh)}"
+            f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or "
+            f"{opened.remedy}.\n{who_has(opened.mesh)}"
         )
 
 

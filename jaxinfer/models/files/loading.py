@@ -63,7 +63,7 @@ class OpenedModel:
     def load(self) -> "LoadedModel":
         """Return the whole model on its devices. Raises MemoryError if it does not fit them."""
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
-        devices.check_memory(self.folder, needed, self.mesh)
+        devices.check_memory(self.folder, needed, self.mesh, self.remedy)
         return LoadedModel(**self.fields(), leaves=self.read())
 
     def for_context(self, context: int) -> "OpenedModel":
@@ -117,6 +117,12 @@ class OpenedModel:
     def stages(self) -> Stages | None:
         """The layers of each stage of a pipeline; None: each device has parts of all layers."""
         return stages_on(self.config, self.mesh, self.rules)
+
+    @property
+    def remedy(self) -> str:
+        """The advice where weights do not fit; those of lanes and of stages are not streamed."""
+        streamed = "weights='auto', " if self.lanes == 1 and self.stages is None else ""
+        return f"use {streamed}quantize='int4', a smaller dtype, or a mesh with more devices"
 
     @property
     def shapes(self) -> Mapping[str, Leaf]:
