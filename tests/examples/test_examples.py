@@ -83,9 +83,10 @@ def test_generate_with_experts_on_a_mesh(tmp_path, capsys, exchange):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipeline = 2\n", "pipeline = 2\ntensor = 2\n"])
-def test_generate_in_stages(model_dir, tmp_path, capsys, mesh):
+def test_generate_in_stages(tmp_path, capsys, mesh):
     (tmp_path / "mesh.toml").write_text(f"[mesh]\n{mesh}")
-    on_mesh, alone = generate_on_mesh.run(str(model_dir), str(tmp_path / "mesh.toml"), max_tokens=24)
+    model = str(ROOT / "examples/demo_model")
+    on_mesh, alone = generate_on_mesh.run(model, str(tmp_path / "mesh.toml"), max_tokens=24)
     assert on_mesh == alone
     printed = capsys.readouterr().out
     assert "2 stages of " in printed
