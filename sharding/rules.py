@@ -124,7 +124,7 @@ class ShardingRules:
         """Return how many groups of devices have different requests; None: one device has all."""
         return 1 if mesh is None else self.ways(mesh, "batch")
 
-    def stages_of(self, mesh: Mesh | AbstractMesh | None) -> int:
+    def num_stages(self, mesh: Mesh | AbstractMesh | None) -> int:
         """Return how many groups of devices have different layers; None: one device has all."""
         return 1 if mesh is None else self.ways(mesh, "stages")
 
@@ -160,7 +160,7 @@ class ShardingRules:
         """
         stages = self._on(mesh, "stages") if staged else ()
         if stages:
-            shape = (shape[0] // self.stages_of(mesh), *shape[1:])
+            shape = (shape[0] // self.num_stages(mesh), *shape[1:])
         if len(axes) != len(shape):
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
         for axis, size in zip(axes, shape, strict=True):

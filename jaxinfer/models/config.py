@@ -8,6 +8,7 @@ of images batch (B), height (H), width (W), channels (C).
 import dataclasses
 import enum
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 MAX_LAYERS = 4096
@@ -461,6 +462,16 @@ class DecoderConfig(_TransformerConfig):
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have experts."""
         return tuple(layer for layer in range(self.layers) if self.mlp_in(layer).moe is not None)
+
+    def with_layers(self, layers: Sequence[int]) -> "DecoderConfig":
+        """Return the config of a model that has these layers of this one, in this order; one may come several times."""
+        return dataclasses.replace(
+            self,
+            layers=len(layers),
+            attention=dataclasses.replace(self.attention, windows=tuple(self.attention.window(x) for x in layers)),
+            layer_positions=tuple(self.positions_in(x) for x in layers) if self.layer_positions else (),
+            layer_mlps=tuple(self.mlp_in(x) for x in layers) if self.layer_mlps else (),
+        )
 
     def for_context(self, context: int) -> "DecoderConfig":
         """Return the config in an engine whose requests have at most so many tokens; weights and caches are as here."""

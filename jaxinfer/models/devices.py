@@ -102,7 +102,7 @@ def placed_leaf(
     if mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_on(None, rules, leaf.axes, shape))
     if staged:
-        shape = (rules.stages_of(mesh) * shape[0], *shape[1:])
+        shape = (rules.num_stages(mesh) * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding(mesh, leaf.axes, shape, staged=staged))
 
 

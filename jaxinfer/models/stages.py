@@ -93,10 +93,10 @@ class Stages:
         firsts = {last: first for first, last in self._ends(weights).items()}
         return tuple(places[firsts.get(name, name)] for name in canonical_leaves(self.config, weights))
 
-    def stage_of(self, name: str, weights: WeightFormat) -> int | None:
-        """Return the stage that alone has a leaf of the model; None: all have it."""
-        parts = (leaf.parts for leaf in self.leaves(weights).values())
-        return next((part.index(name) for part in parts if name in part), None)
+    def stage_of(self, weights: WeightFormat) -> dict[str, int]:
+        """Return the stage of each leaf of the model that one stage alone has, by name."""
+        parts = [leaf.parts for leaf in self.leaves(weights).values()]
+        return {name: stage for part in parts for stage, name in enumerate(part) if name is not None}
 
     def __str__(self) -> str:
         counts = [sum(layer is not None for layer in stage) for stage in self.layers]
@@ -108,7 +108,7 @@ def stages_on(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Shar
 
     Raises ValueError for a model whose layers cannot be divided so.
     """
-    count = rules.stages_of(mesh)
+    count = rules.num_stages(mesh)
     if count == 1:
         return None
     if not isinstance(config, DecoderConfig):
@@ -139,7 +139,7 @@ def divide(config: DecoderConfig, count: int) -> Stages:
             f"side by side they would need {len(pattern)} positions on each device, as many as the model has layers; "
             f"set pipeline = {nearest}."
         )
-    return Stages(_config_of(config, pattern), placed)
+    return Stages(config.with_layers(pattern), placed)
 
 
 def _divides(config: DecoderConfig, count: int) -> bool:
@@ -148,17 +148,6 @@ def _divides(config: DecoderConfig, count: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _config_of(config: DecoderConfig, layers: Sequence[int]) -> DecoderConfig:
-    """Return the config of a model that has these layers of another one."""
-    return dataclasses.replace(
-        config,
-        layers=len(layers),
-        attention=dataclasses.replace(config.attention, windows=tuple(config.attention.window(x) for x in layers)),
-        layer_positions=tuple(config.positions_in(x) for x in layers) if config.layer_positions else (),
-        layer_mlps=tuple(config.mlp_in(x) for x in layers) if config.layer_mlps else (),
-    )
 
 
 def _side_by_side(

@@ -207,7 +207,7 @@ def check_parts(model, flat):
                     assert not parts[device].any()
                 else:
                     np.testing.assert_array_equal(parts[device], expected[name][i], err_msg=name)
-                    assert model.stages.stage_of(name, model.weights) == (stage if leaf.parts else None)
+                    assert model.stages.stage_of(model.weights).get(name) == (stage if leaf.parts else None)
     assert seen - {None} == expected.keys()
 
 

@@ -87,7 +87,7 @@ def build_engine(
             adapters = AdapterCache(*sizes, model.description.family, original)
         buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
         buckets = streamed_buckets(buckets) if streamed else buckets
-        stages = 1 if model.stages is None else model.stages.count
+        stages = model.rules.num_stages(model.mesh)
         buckets = buckets.for_stages(stages) if stages > 1 else buckets
         costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed, stages=stages)
         arrivals = itertools.count()
@@ -125,10 +125,10 @@ def _decoder_executor(
     layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
     if plan.placement is None:
         programs = DevicePrograms(model, config, decoder_programs(layout))
-        staged = layout.stages is not None
-        passes = (
-            RingDecoderPasses(programs, layout.num_stages, layout.lanes) if staged else WholeDecoderPasses(programs)
-        )
+        if layout.stages is None:
+            passes = WholeDecoderPasses(programs)
+        else:
+            passes = RingDecoderPasses(programs, layout.num_stages, layout.lanes)
     else:
         assert isinstance(model, StreamedModel)
         layers = Layers(model, plan.placement, plan.costs)

@@ -104,7 +104,7 @@ class DeviceLayout:
       state: the shapes of `DeviceState`.
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
-      lanes: how many lanes the mesh has.
+      lanes: how many lanes the mesh has. num_stages: how many stages; 1 without a pipeline.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class DeviceLayout:
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
         self.stages = stages_on(config, mesh, self._rules)
         self.config = config if self.stages is None else self.stages.config
-        self.lanes = self._rules.lanes(mesh)
+        self.lanes, self.num_stages = self._rules.lanes(mesh), self._rules.num_stages(mesh)
         self._fitting = fitting or Fitting(original=config, config=config)
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
@@ -173,19 +173,11 @@ class DeviceLayout:
         sharding = sharding_on(self.mesh, self._rules, axes or [None] * len(x.shape), x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    @property
-    def num_stages(self) -> int:
-        """The number of stages of a pipeline; 1 without one."""
-        return 1 if self.stages is None else self.stages.count
-
     def of_stages(self, x: Any, *axes: str | None) -> Any:
         """Turn the shape of one stage's array, whose dimensions have these names, into that of all stages'."""
-        if self.stages is None:
-            return self.place(x, *axes)
-        assert self.mesh is not None
-        shape = (self.num_stages * x.shape[0], *x.shape[1:])
-        sharding = self._rules.sharding(self.mesh, axes, shape, staged=True)
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+        if not self._placed:
+            return x
+        return placed_leaf(Leaf(x.shape, x.dtype.name, axes), self.mesh, self._rules, staged=True)
 
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
         if self.stages is not None:

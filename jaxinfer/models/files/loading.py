@@ -180,7 +180,6 @@ class OpenedModel:
         """
         stored = checkpoints.stream(
             self.folder,
-            mesh=self.mesh,
             rules=self.rules,
             dtype=self.weights.dtype,
             keep=self._keeps,
@@ -205,10 +204,13 @@ class OpenedModel:
         names = [name for name in selected if name in arrays]
         return {name if expert is None else part_name(name, expert): arrays[name] for name in names}
 
+    @functools.cached_property
+    def _stage_of(self) -> dict[str, int]:
+        return {} if self.stages is None else self.stages.stage_of(self.weights)
+
     def _mesh_of(self, name: str) -> Mesh | None:
         """Return the devices that a leaf of the model is on: those of its stage."""
-        stage = None if self.stages is None else self.stages.stage_of(name, self.weights)
-        if stage is None:
+        if (stage := self._stage_of.get(name)) is None:
             return self.mesh
         assert self.mesh is not None
         return devices.mesh_of_stage(self.mesh, stage)
