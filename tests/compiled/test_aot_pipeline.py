@@ -52,7 +52,7 @@ def compile_prefill(layers):
     target, engine = Target.load("h200"), EngineConfig(max_batch=2, context=CONTEXT)
     mesh = target.mesh(MESH)
     layout = DeviceLayout(fitted(layers), BF16, engine, num_pages=2 * PAGES, platform="gpu", mesh=mesh)
-    sizes = ring.ring_sizes(2, chunks=4, rows_of_each=1, pages=PAGES)
+    sizes = ring.prefill_sizes(2, chunks=4, rows_of_each=1, pages=PAGES)
     assert (sizes.micro_batches, engine.chunk_size) == (4, 32)
     return compile_program(target, ring.spec(layout), sizes, mesh=mesh)
 
@@ -200,7 +200,7 @@ def test_a_cpu_copies_neither_caches_nor_matrices(chunks):
     )
     mesh, engine = MeshConfig(pipeline=2).build(jax.devices()[:2]), EngineConfig(max_batch=2, context=128)
     layout = DeviceLayout(config, WeightFormat(), engine, num_pages=4096, platform="cpu", mesh=mesh)
-    sizes = ring.ring_sizes(2, chunks=4, rows_of_each=1, pages=8) if chunks else ring.decode_sizes(2, 2, 0, 8)
+    sizes = ring.prefill_sizes(2, chunks=4, rows_of_each=1, pages=8) if chunks else ring.decode_sizes(2, 2, 0, 8)
     program = ring.spec(layout).compile(sizes, mesh=mesh)
     large = [leaf for leaf in (*layout.leaves, *jax.tree.leaves(layout.state.caches)) if part_bytes(leaf) > 200_000]
     memory = program.executable.memory_analysis()

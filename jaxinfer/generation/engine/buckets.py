@@ -11,14 +11,14 @@ from jaxinfer.generation.engine.request import Sequence
 
 SMALLEST_PAGE_TABLE = 8
 SMALLEST_LENGTH = 16
-PER_STAGE = 4
-"""Most micro-batches of a prefill step for each stage of a pipeline: a fifth of the time is idle then, and products of
-matrices are as large as that allows (DeepSpeed Inference, Fig. 3)."""
+MICRO_BATCHES_PER_STAGE = 4
+"""Most micro-batches of a prefill step for each stage of a pipeline: with as many at most a fifth of the time is idle,
+and products of matrices are as large as that allows (DeepSpeed Inference, Fig. 3)."""
 
 
-def chunks_of_each(chunks: int, stages: int) -> int:
+def chunks_per_micro_batch(chunks: int, stages: int) -> int:
     """Return how many chunks each micro-batch of a prefill step has, of so many in all."""
-    return -(-chunks // (PER_STAGE * stages))
+    return -(-chunks // (MICRO_BATCHES_PER_STAGE * stages))
 
 
 def round_up(size: int, sizes: Sizes[int]) -> int:
@@ -90,7 +90,7 @@ class Buckets:
 
         Where numbers of chunks make the same micro-batches, only the largest is kept.
         """
-        sizes = {chunks_of_each(count, stages): count for count in self.chunks}
+        sizes = {chunks_per_micro_batch(count, stages): count for count in self.chunks}
         return dataclasses.replace(self, chunks=tuple(sizes.values()), max_padding=math.inf)
 
     @property

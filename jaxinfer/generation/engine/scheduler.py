@@ -228,10 +228,10 @@ class DecoderScheduler:
         """Return in how many parts so many rows go through the stages of a pipeline the fastest."""
         return self._costs.micro_batches(self._bucket(rows))
 
-    def useful_passes(self, step: "PreparedStep", rows: int, max_passes: int | None) -> int:
+    def useful_passes(self, step: "PreparedStep", rows: int, micro_batches: int, max_passes: int | None) -> int:
         """Return how many passes of a decode step with so many rows, at most, are wanted for this one's rows."""
-        padded, least = self._bucket(rows), PIPELINE_PASSES if self._costs.stages > 1 else 1
-        seconds = self._costs.seconds(padded, self.micro_batches(rows))  # None: one pass, to learn what it costs
+        least = PIPELINE_PASSES if self._costs.stages > 1 else 1
+        seconds = self._costs.seconds(self._bucket(rows), micro_batches)  # None: one pass, to learn what it costs
         affordable = 1 if seconds is None else max(least, int(STEP_SECONDS / seconds))
         remaining = max((allocation.max_remaining for allocation in step.decoding), default=1)
         return min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
@@ -497,7 +497,7 @@ def choose_passes(
     if any(lane.needs_host_sync for lane in lanes):
         return ChosenPasses(micro_batches=micro_batches)
     pairs = list(zip(lanes, steps, strict=True))
-    passes = max(lane.useful_passes(step, rows, max_passes) for lane, step in pairs)
+    passes = max(lane.useful_passes(step, rows, micro_batches, max_passes) for lane, step in pairs)
     passes = min(lane.possible_passes(step, passes) for lane, step in pairs)
     return ChosenPasses(passes, speculates=True, micro_batches=micro_batches)
 

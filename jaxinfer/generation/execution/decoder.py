@@ -1,7 +1,7 @@
 """Runs a decoder's batches: packs them into commands, sends these to the devices, and reads the results."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -36,7 +36,7 @@ class PassResult:
       output: its results, on the devices.
       stages: of the pipeline that it went through, of which the last has the results.
       micro_batches: those of it that were not empty.
-      full_share: the share of its time that its passes take in a pipeline that is full already.
+      steady_share: the share of its time that its passes take in a pipeline that neither fills nor drains.
     """
 
     name: str
@@ -45,20 +45,14 @@ class PassResult:
     output: PrefillOutput | DecodeOutput
     stages: int = 1
     micro_batches: int = 1
-    full_share: float = 1.0
+    steady_share: float = 1.0
 
-    def read(self, batch: Batch, outputs: PrefillOutput | DecodeOutput) -> Iterator[tuple[Batch, list[SequenceOutput]]]:
-        """Yield the batch of each lane, and what came of its parts. outputs: the results on the host."""
-        for lane, output in zip(batch.lanes, self.by_lane(outputs, len(batch.lanes)), strict=True):
-            places = self.sizes.places(len(lane.rows), self.micro_batches)
-            if isinstance(output, DecodeOutput):
-                yield lane, read_decode(lane, output, places)
-            else:
-                yield lane, read_prefill(lane, output, [self.sizes.chunks + place for place in places])
-
-    def by_lane[T: PrefillOutput | DecodeOutput](self, outputs: T, lanes: int) -> list[T]:
-        """Divide results on the host into those of each lane."""
-        return split_lanes(outputs, lanes, self.stages)
+    def read(self, lane: Batch, output: PrefillOutput | DecodeOutput) -> list[SequenceOutput]:
+        """Read the results of one lane, on the host, for each of `Batch.parts`."""
+        places = self.sizes.places(len(lane.rows), self.micro_batches)
+        if isinstance(output, DecodeOutput):
+            return read_decode(lane, output, places)
+        return read_prefill(lane, output, [self.sizes.chunks + place for place in places])
 
 
 class DecoderPasses(Passes, Protocol):
@@ -164,12 +158,15 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """Wait for a step; returns its results."""
         results: list[PassResult] = step.output
         self.passes.finish()
-        outputs = jax.device_get([result.output for result in results])
-        self._record(results[0], results[0].by_lane(outputs[0], self.state.layout.lanes), self._seconds(step))
+        on_host = jax.device_get([result.output for result in results])
+        lanes = self.state.layout.lanes
+        outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
+        self._record(results[0], outputs[0], self._seconds(step))
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
-        for part, result, output in zip(self.passes.split(step.batch), results, outputs, strict=True):
-            for lane, read in result.read(part, output):
+        for part, result, by_lane in zip(self.passes.split(step.batch), results, outputs, strict=True):
+            for lane, output in zip(part.lanes, by_lane, strict=True):
+                read = result.read(lane, output)
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
         return StepOutput(outputs=chunks + rows)
@@ -182,6 +179,6 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if passes:
             # The lane whose rows went on longest was there in all passes.
             plain, speculative = max(passes, key=sum)
-            self._pass_costs.record(first.bucket, seconds * first.full_share, plain=plain, speculative=speculative)
+            self._pass_costs.record(first.bucket, seconds * first.steady_share, plain=plain, speculative=speculative)
         else:
             self.costs.record(first.name, first.bucket, seconds)

@@ -17,7 +17,7 @@ from jaxinfer.generation.execution.programs.embed import EncoderSizes
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
-from jaxinfer.generation.execution.programs.ring import RingSchedule, decode_sizes, ring_sizes
+from jaxinfer.generation.execution.programs.ring import RingSchedule, decode_sizes, prefill_sizes
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
 from jaxinfer.sharding.schedules import queued_stride
@@ -102,7 +102,7 @@ class Packer:
         pages = round_up(max(len(part.pages) for part in batch.parts), buckets.page_tables)
         speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
         if stages > 1 and chunks:
-            sizes = ring_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
+            sizes = prefill_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
             used = -(-chunks // (sizes.chunks // sizes.micro_batches))
             each = round_up(-(-rows // used), buckets.prefill_rows)
             return dataclasses.replace(sizes, batch=each * sizes.micro_batches), used

@@ -62,7 +62,7 @@ class RingDecoderPasses(WholePasses):
                 output,
                 stages=self._stages,
                 micro_batches=int(schedule.micro_batches),
-                full_share=float(schedule.passes * schedule.stride / ticks),
+                steady_share=float(schedule.passes * schedule.stride / ticks),
             )
         ]
 

@@ -130,7 +130,7 @@ def test_scarce_memory_of_stages_is_divided_by_what_the_ring_needs(tmp_path, mon
     programs = [
         ring.spec(layout).compile(sizes, mesh=model.mesh)
         for sizes in (
-            ring.ring_sizes(2, chunks=4, rows_of_each=4, pages=8),
+            ring.prefill_sizes(2, chunks=4, rows_of_each=4, pages=8),
             ring.decode_sizes(1, 4, 0, 8),
             ring.decode_sizes(2, 4, 0, 8),
         )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.compiled import ProgramSpec
-from jaxinfer.generation.engine.buckets import Buckets, chunks_of_each
+from jaxinfer.generation.engine.buckets import Buckets, chunks_per_micro_batch
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.chain import run_layers
 from jaxinfer.generation.execution.programs.decode import MIN_ACCEPTED
@@ -252,19 +252,9 @@ def decode_ring(
     Returns the state, the results (of the last stage), and what each stage has worked on: int32 [ticks, 3].
     """
     stage = _Stage(model, adapters, axis_index(AXIS), stages)
-    slots, count, width = state.slots, num_speculative_tokens, max_passes * (1 + num_speculative_tokens)
-    step = DecodeRows.from_slots(slots, rows, bitmask)
+    count, width = num_speculative_tokens, max_passes * (1 + num_speculative_tokens)
+    step = DecodeRows.from_slots(state.slots, rows, bitmask)
     by_micro_batch, limits = _split(step, micro_batches), _split(speculation_limit, micro_batches)
-    size = rows.slot.size // micro_batches
-
-    def following(step: DecodeRows, history: jax.Array, position: jax.Array, limit: jax.Array) -> jax.Array:
-        """Return the tokens of the rows' next pass, ids and positions: int32 [2, B, 1 + W]."""
-        guess = Speculation.none(len(position))
-        if count:
-            guess = speculate(history, step.rows.slot, Progress(position), step.options, limit, count)
-        group = tokens_of(history, step.rows, position, step.adapter, guess)
-        positions = group.positions.at[:, 0].set(position)  # of rows that have ended it says their length
-        return jnp.stack([group.ids, positions])
 
     def tick(number: jax.Array, carry: _Decoding) -> _Decoding:
         tick, job = _work(stage, number, schedule, micro_batches)
@@ -290,7 +280,7 @@ def decode_ring(
         proposed = carry.proposed[tick.at] + guess.num_tokens
         accepted += carry.accepted[tick.at]
         allowed = jnp.where(accepted * MIN_ACCEPTED >= proposed, limit, 0)
-        new = following(step, after.history, after.progress.position, allowed)
+        new = _next_tokens(step, after.history, after.progress.position, allowed, count)
         results = (carry.position, carry.proposed, carry.accepted, carry.logprobs)
         results = _put(results, tick, (after.progress.position, proposed, accepted, logprobs))
         return _Decoding(
@@ -303,21 +293,21 @@ def decode_ring(
             carry.jobs.at[number].set(job),
         )
 
-    position = progress_of(slots, rows.slot).position
-    tokens = following(step, slots.history, position, speculation_limit)
-    waiting = jnp.swapaxes(tokens.reshape(2, micro_batches, size, -1), 0, 1)
+    position = progress_of(state.slots, rows.slot).position
+    tokens = _next_tokens(step, state.slots.history, position, speculation_limit, count)
+    waiting = jnp.swapaxes(tokens.reshape(2, micro_batches, -1, 1 + count), 0, 1)
     first = _at(by_micro_batch, jnp.zeros((), jnp.int32))
-    zeros = jnp.zeros((micro_batches, size), jnp.int32)
+    position = _split(position, micro_batches)
     carry = _Decoding(
         stage.embedded((TokenRows(waiting[0, 0], waiting[0, 1], first.rows.page_table, first.adapter),)),
         jnp.zeros_like(waiting[0]),
         waiting,
         state.caches,
-        slots,
-        _split(position, micro_batches),
-        zeros,
-        zeros,
-        no_logprobs((micro_batches, size, width)),
+        state.slots,
+        position,
+        jnp.zeros_like(position),
+        jnp.zeros_like(position),
+        no_logprobs((*position.shape, width)),
         _no_jobs(stages, micro_batches, max_passes),
     )
     ticks = ring_ticks(stages.count, schedule.micro_batches, schedule.passes, schedule.stride)
@@ -329,6 +319,21 @@ def decode_ring(
     slots, output = finish_step(carry.slots, step, passed, proposed, accepted, counts, width=width)
     slots = _make_equal(slots, rows.slot, step.start, width)
     return DeviceState(carry.caches, slots), output, carry.jobs
+
+
+def _next_tokens(step: DecodeRows, history: jax.Array, position: jax.Array, limit: jax.Array, width: int) -> jax.Array:
+    """Return the tokens of the rows' next pass, ids and positions: int32 [2, B, 1 + W].
+
+    Args:
+      position: int32 [B], as in `Progress`. limit: int32 [B], the most speculative tokens of each row.
+      width: W, those of any row.
+    """
+    guess = Speculation.none(len(position))
+    if width:
+        guess = speculate(history, step.rows.slot, Progress(position), step.options, limit, width)
+    group = tokens_of(history, step.rows, position, step.adapter, guess)
+    positions = group.positions.at[:, 0].set(position)  # of rows that have ended it says their length
+    return jnp.stack([group.ids, positions])
 
 
 def _no_jobs(stages: Stages, micro_batches: int, passes: int) -> jax.Array:
@@ -442,16 +447,16 @@ def reachable(layout: DeviceLayout, buckets: Buckets) -> Iterable[Ring]:
     for pages in buckets.page_tables:
         for chunks in buckets.chunks:
             for rows in buckets.prefill_rows:
-                yield ring_sizes(stages, chunks=chunks, rows_of_each=rows, pages=pages)
+                yield prefill_sizes(stages, chunks=chunks, rows_of_each=rows, pages=pages)
         for rows in buckets.decode_rows:
             for micro_batches in (1, stages) if rows > 1 else (1,):
                 for speculative in sorted({0, most}):
                     yield decode_sizes(micro_batches, rows, speculative, pages)
 
 
-def ring_sizes(stages: int, *, chunks: int, rows_of_each: int, pages: int) -> Ring:
+def prefill_sizes(stages: int, *, chunks: int, rows_of_each: int, pages: int) -> Ring:
     """Return the sizes of a prefill step of so many chunks, whose micro-batches have so many decoding rows each."""
-    each = chunks_of_each(chunks, stages)
+    each = chunks_per_micro_batch(chunks, stages)
     micro_batches = -(-chunks // each)
     batch = micro_batches * rows_of_each
     return Ring(chunks=micro_batches * each, batch=batch, speculative=0, pages=pages, micro_batches=micro_batches)
