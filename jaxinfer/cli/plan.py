@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from jaxinfer.cli.common import (
     parse_mesh,
 )
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
+
+if TYPE_CHECKING:
+    from jaxinfer.sharding import MeshFile
 
 DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
 """Options of schedules that are drawn."""
@@ -92,7 +95,21 @@ def plan(
         raise ValueError(f"{_option(name)} is of schedules that are drawn; add --gantt FILE, or --gantt -.")
     if directory is None:
         raise ValueError("plan: name a model directory, or draw the schedules of a pipeline with --gantt FILE.")
+    memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
+    _predict(directory, parse_mesh(mesh), memory, context, bandwidth, flops, dtype, quantize)
 
+
+def _predict(
+    directory: Path,
+    file: "MeshFile",
+    options: dict[str, Any],
+    context: int | None,
+    bandwidth: str | None,
+    flops: float | None,
+    dtype: str | None,
+    quantize: str | None,
+) -> None:
+    """Print what a pass takes by batch. options: of memory, those that were given; the others as in `plan`."""
     from rich.filesize import decimal
 
     from jaxinfer.cli.display import figure, show, table
@@ -105,9 +122,6 @@ def plan(
     from jaxinfer.progress import long_work
     from jaxinfer.streaming.prediction import plan_pass
 
-    file = parse_mesh(mesh)
-    given = {"weights": weights, "device_memory": device_memory, "host_memory": host_memory, "prefetch": prefetch}
-    options = {name: value for name, value in given.items() if value is not None}
     if "weights" not in file.memory:
         options.setdefault("weights", "disk")
     _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
