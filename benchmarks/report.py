@@ -1,12 +1,14 @@
 """The result of a benchmark: rows, checks against targets, versions, machine, commit and date."""
 
+import argparse
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,6 +119,20 @@ class Report:
         self.save(json_file)
         if json_file is not None:
             rich.print(f"Wrote {json_file}")
+
+
+def run_parts(package: str, parts: Iterable[str], args: argparse.Namespace) -> None:
+    """Measure parts of a benchmark, each by the `run` of its module, and save the result after each of them.
+
+    args: the options, of which `json` names the file.
+    """
+    report = Report()
+    report.print_header()
+    for part in parts:
+        importlib.import_module(f"{package}.{part}").run(report, args)
+        report.row(figure="part", part=part, commit=report.commit)
+        report.save(args.json)
+    report.finish(args.json)
 
 
 def machine_kind(where: Mapping[str, Any]) -> str:

@@ -11,9 +11,8 @@ every figure.
 """
 
 import argparse
-import importlib
 
-from benchmarks.report import Report
+from benchmarks.report import run_parts
 from benchmarks.workers import add_options
 
 PARTS = ("kernels", "models", "streaming", "meshes")
@@ -27,13 +26,7 @@ def main() -> None:
     add_options(parser)
     args = parser.parse_args()
     args.work_dir = args.work_dir.with_name("moe")
-    report = Report()
-    report.print_header()
-    for part in args.part or PARTS:
-        importlib.import_module(f"benchmarks.moe.{part}").run(report, args)
-        report.row(figure="part", part=part, commit=report.commit)
-        report.save(args.json)
-    report.finish(args.json)
+    run_parts("benchmarks.moe", args.part or PARTS, args)
 
 
 if __name__ == "__main__":

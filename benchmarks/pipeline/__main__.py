@@ -9,10 +9,9 @@ benchmarks.figures` draws the ticks that rings recorded.
 """
 
 import argparse
-import importlib
+from pathlib import Path
 
-from benchmarks.report import Report
-from benchmarks.workers import add_options
+from benchmarks.report import run_parts
 
 PARTS = ("idle", "devices", "families")
 """The modules that measure, each by its `run`."""
@@ -23,15 +22,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="measure this part alone; may be repeated")
     parser.add_argument("--rounds", type=int, default=7, help="rounds in which all take turns")
     parser.add_argument("--every-golden", action="store_true", help="families: all goldens, not one of each family")
-    add_options(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
-    report = Report()
-    report.print_header()
-    for part in args.part or PARTS:
-        importlib.import_module(f"benchmarks.pipeline.{part}").run(report, args)
-        report.row(figure="part", part=part, commit=report.commit)
-        report.save(args.json)
-    report.finish(args.json)
+    run_parts("benchmarks.pipeline", args.part or PARTS, args)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ repeated until they can, in random weights. One step reads three prompts, and on
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -14,14 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from flax import nnx
-
 from benchmarks.pipeline.steps import STRIDES, decode
 from benchmarks.report import ROOT, Report
 from benchmarks.workers import QUICK, run_module
 from jaxinfer import LLM, MeshConfig
-from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
+from jaxinfer.models import DecoderConfig
 from jaxinfer.models.families import family_of
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import save_model
@@ -67,29 +63,13 @@ def are_divisible(config: DecoderConfig) -> bool:
 
 def repeated(config: DecoderConfig, times: int) -> DecoderConfig:
     """Return the config with the same layers once more, and so on: windows, positions and MLPs, in their order."""
-    layers = range(config.layers)
-    return dataclasses.replace(
-        config,
-        layers=times * config.layers,
-        attention=dataclasses.replace(config.attention, windows=tuple(config.attention.window(x) for x in layers)),
-        layer_positions=tuple(config.positions_in(x) for x in layers) if config.layer_positions else (),
-        layer_mlps=tuple(config.mlp_in(x) for x in layers) if config.layer_mlps else (),
-    )
+    return config.with_layers([*range(config.layers)] * times)
 
 
 def repeats_of(config: DecoderConfig) -> int | None:
     """Return how often layers are repeated until they can be divided; None: no number helps."""
     counts = range(1, MOST_REPEATS + 1)
     return next((times for times in counts if are_divisible(repeated(config, times))), None)
-
-
-def save_repeated(path: Path, config: DecoderConfig, family: str) -> None:
-    """Write a model of random weights, far enough from uniform for tokens to tell it from another."""
-    model, rng = Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(0)
-    for name, variable in nnx.to_flat_state(nnx.state(model)):
-        if variable.ndim >= 2 or name[-1] == "selection_bias":
-            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
-    save_model(path, model, family=family)
 
 
 def greedy_tokens(path: Path, **options: Any) -> list[list[int]]:
@@ -110,7 +90,9 @@ def compare(folder: Path, config: DecoderConfig) -> Iterator[dict[str, Any]]:
         if times == 1:
             convert(folder, path)
         else:
-            save_repeated(path, model, family)
+            from tests.tiny import random_model
+
+            save_model(path, random_model(model), family=family)
         alone = greedy_tokens(path)
         for count in STAGES:
             equal = greedy_tokens(path, mesh=MeshConfig(pipeline=count)) == alone

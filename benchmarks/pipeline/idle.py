@@ -19,6 +19,7 @@ from benchmarks.pipeline.steps import STRIDES, Steps, decode, read_prompt
 from benchmarks.report import Report
 from benchmarks.workers import QUICK, run_module
 from jaxinfer import LLM, MeshConfig
+from jaxinfer.generation.engine.buckets import MICRO_BATCHES_PER_STAGE as PER_STAGE
 from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models import config as c
 from jaxinfer.models.files.loading import save_model
@@ -30,8 +31,6 @@ STAGES = (2, 3, 4, 5)
 TOKENS = 50
 """That the paper generates, after prompts of 512."""
 PROMPT = 512
-PER_STAGE = 4
-"""Micro-batches of prompts for each stage in hybrid schedules, as in the engine's rings."""
 CHUNK = 4
 SHOWN_STAGES, SHOWN_TOKENS, SHOWN_CHUNKS = 4, 3, 8
 """Of the rings that are drawn: those of the paper's Fig. 2."""
@@ -62,7 +61,10 @@ def planned() -> Iterator[dict[str, Any]]:
             yield idle_row("queued", queued, schedules.queued_idle(p, m, TOKENS), sizes)
             yield idle_row("drained", drained, schedules.drained_idle(p, TOKENS), sizes)
             hybrid = schedules.hybrid(p, PER_STAGE * p, m, TOKENS)
-            prompts, rest = schedules.queued_idle(p, PER_STAGE * p, 1), schedules.queued_idle(p, m, TOKENS - 1)
+            prompts, rest = (
+                schedules.queued_idle(p, PER_STAGE * p, 1),
+                schedules.queued_idle(p, m, TOKENS - 1),
+            )
             yield idle_row("hybrid", hybrid, prompts + rest, {**sizes, "prompt_M": PER_STAGE * p})
         for chunks in (1, 2, 4, 8, 16):
             ticks = schedules.chunked(p, [1.0] * chunks)
