@@ -1,4 +1,4 @@
-"""The figures of docs/, drawn again from the results in `benchmarks/results`: nothing is run.
+"""The figures of docs/, drawn again from the results in `benchmarks/results` and from schedules: nothing is run.
 
 python -m benchmarks.figures
 """
@@ -13,11 +13,15 @@ from benchmarks.pages import RESULTS
 from benchmarks.pipeline.plots import draw_rings
 from benchmarks.report import ROOT
 from benchmarks.streaming.curve import draw_curves
+from jaxinfer.cli.gantt import GanttOptions
 from jaxinfer.evaluation.figures import write_figure
+from jaxinfer.evaluation.gantt import draw_schedules
 
 DOCS = ROOT / "docs"
 MACHINE, OTHER_MACHINE = "amd-avx512", "intel-amx"
 """The results that are drawn: folders of `benchmarks/results`. The second has mixtures, and peers that stream."""
+SCHEDULES = GanttOptions(prompt_micro_batches=8, chunks=8)
+"""Those that docs/pipeline.md draws by `jaxinfer plan --gantt`."""
 
 
 def draw(docs: Path) -> None:
@@ -33,6 +37,7 @@ def draw(docs: Path) -> None:
     curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, OTHER_MACHINE)])
     write_figure(docs / "streaming-batch.svg", curves)
     write_figure(docs / "benchmarks" / "expert-exchange.svg", draw_exchange(read(OTHER_MACHINE, "moe")))
+    write_figure(docs / "pipeline-schedules.svg", draw_schedules(SCHEDULES.schedules()))
     write_figure(docs / "pipeline-ring.svg", draw_rings(read(MACHINE, "pipeline")))
 
 
