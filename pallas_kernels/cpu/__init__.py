@@ -1,0 +1,1 @@
+"""Kernels of CPUs in C++, which XLA calls as foreign functions."""
