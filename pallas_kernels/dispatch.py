@@ -2,8 +2,9 @@
 
 An `Operation` has implementations in order of preference. Those of a platform (a Mosaic kernel or cuDNN on "cuda", an
 order of loops that suits caches on "cpu") come before those that run everywhere: XLA's, which may be composed of other
-operations, and the reference. An implementation that does not support a shape or dtype raises `UnsupportedError`, which
-names the constraint; the next one then runs. That a GPU's kernel refuses is logged once.
+operations, and the reference. Kernels of a CPU run where a library of them is in use (`cpu/`). An implementation that
+does not support a shape or dtype raises `UnsupportedError`, which names the constraint; the next one then runs. That a
+GPU's kernel refuses is logged once.
 
 Measurements on the device (`choices.py`) come before the order.
 """
@@ -20,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
 from jaxinfer.pallas_kernels.choices import Call, filled, preferred
+from jaxinfer.pallas_kernels.cpu.library import library_or_none
 from jaxinfer.pallas_kernels.implementation import Implementation
 from jaxinfer.pallas_kernels.target import (
     FEATURES,
@@ -77,9 +79,12 @@ class Operation:
 
     def candidates(self, platform: str) -> tuple[Implementation, ...]:
         """Return the implementations for a platform, in order of preference."""
-        kernels = not self.disabled and (interpreting() or (platform == "cuda" and kernels_available()))
-        usable = {None, platform} | {"cuda"} if kernels else {None, platform} - {"cuda"}
-        return tuple(candidate for candidate in self.implementations if candidate.platform in usable)
+        kernels = None if self.disabled else _platform_of_kernels(platform)
+        return tuple(
+            candidate
+            for candidate in self.implementations
+            if (candidate.platform == kernels if candidate.is_kernel else candidate.platform in (None, platform))
+        )
 
     @property
     def disabled(self) -> bool:
@@ -140,6 +145,18 @@ def _platforms() -> tuple[str, ...]:
     return ("cuda" if gpu_or_none() is not None else jax.default_backend(), "cpu")
 
 
+def _platform_of_kernels(platform: str) -> str | None:
+    """Return the platform whose kernels a program traced now for `platform` may contain, if any.
+
+    The interpreter runs a GPU's kernels on a CPU.
+    """
+    if interpreting():
+        return "cuda"
+    if platform == "cpu":
+        return "cpu" if library_or_none() is not None and not _is_partitioned() else None
+    return platform if platform == "cuda" and kernels_available() else None
+
+
 def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
     """Disable the kernels of the named operations (of all, if none is named) for what this thread traces inside."""
     return _disabled(frozenset(names or (_ALL,)))
@@ -178,9 +195,7 @@ def kernels_available() -> bool:
     Meshes with automatic (GSPMD) axes have none, because XLA cannot partition a kernel. Inside `shard_map`, kernels run
     on each device.
     """
-    mesh = get_abstract_mesh()
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    if any(size > 1 for size, kind in axes if kind is AxisType.Auto):
+    if _is_partitioned():
         return False
     if (gpu := gpu_or_none()) is None:
         return False
@@ -189,6 +204,13 @@ def kernels_available() -> bool:
         _warn_once(f"{gpu.name} (sm_{major}{minor}) runs plain XLA: {FEATURES['mosaic'].missing}")
         return False
     return _jax_lowers_kernels()
+
+
+def _is_partitioned() -> bool:
+    """Return whether XLA divides what is traced now over devices: the mesh has automatic axes."""
+    mesh = get_abstract_mesh()
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 for size, kind in axes if kind is AxisType.Auto)
 
 
 def _note_refusal(operation: str, reason: str) -> None:

@@ -12,7 +12,7 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: among the operation's on a platform: "mosaic", "cudnn", "xla", "composed", "reference".
+      name: among the operation's on a platform: "mosaic", "cudnn", "ffi", "xla", "composed", "reference".
       call: a module-level function of the operation's arguments. Raises UnsupportedError for those that it does not
         take. The results of all implementations of an operation have the same types.
       platform: "cuda", for a kernel that XLA cannot partition, or "cpu"; None: every one.
@@ -23,6 +23,11 @@ class Implementation:
     call: Callable[..., Any]
     platform: str | None = None
     needs: tuple[str, ...] = ()
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is code of ours, which XLA cannot partition, rather than XLA's."""
+        return self.platform == "cuda" or self.name == "ffi"
 
     def check(self) -> None:
         """Raise UnsupportedError if the GPU lacks a feature."""
@@ -49,3 +54,8 @@ def composed(call: Callable[..., Any]) -> Implementation:
 def mosaic(call: Callable[..., Any], *needs: str) -> Implementation:
     """Return an implementation as Mosaic GPU kernels, which needs these features of a GPU."""
     return Implementation(name="mosaic", call=call, platform="cuda", needs=("mosaic", *needs))
+
+
+def ffi(call: Callable[..., Any]) -> Implementation:
+    """Return an implementation by a CPU kernel in C++, which runs where a library of them is in use (`cpu/`)."""
+    return Implementation(name="ffi", call=call, platform="cpu")

@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
+from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
+from jaxinfer.pallas_kernels.cpu.library import Library, use_library
 from jaxinfer.pallas_kernels.dispatch import allow_kernels
 from jaxinfer.progress import current_progress, long_work, showing
 
@@ -88,14 +90,19 @@ class ProgramCache[Buckets]:
         calls: dict[tuple[str, str], Call] = {}
         for spec in self._specs.values():
             for sizes in spec.reachable(buckets):
-                with recorded_calls() as recorded, allow_kernels(self._kernels):
+                with recorded_calls() as recorded, use_library(self._library()), allow_kernels(self._kernels):
                     spec.lower(sizes, self._mesh)
                 calls |= {(call.operation, call.shapes): call for call in recorded}
         return [call for call in calls.values() if len(supported(call)) > 1]
 
+    def _library(self) -> Library | None:
+        """Return the CPU kernels that programs are traced with."""
+        return cpu_library() if self._kernels else None
+
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:
         what = "compiling programs" if len(missing) > 1 else f"compiling {missing[0].program}({missing[0]})"
         with showing(self._progress), long_work(what, total=len(missing)) as work:
+            self._library()  # before threads need it
 
             def compile_one(sizes: Sizes) -> None:
                 self._compile(sizes)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compiled.choices import stored_choices
+from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.disk_cache import keys
 from jaxinfer.pallas_kernels.choices import use_choices
+from jaxinfer.pallas_kernels.cpu.library import use_library
 from jaxinfer.pallas_kernels.dispatch import allow_kernels
 
 _log = logging.getLogger("jaxinfer.compiled")
@@ -105,7 +107,8 @@ class ProgramSpec[S: Sizes, Buckets]:
           store: where executables are kept; None: nowhere.
         """
         start = time.perf_counter()
-        with use_choices(stored_choices()), allow_kernels(kernels):
+        library = cpu_library() if kernels else None
+        with use_choices(stored_choices()), use_library(library), allow_kernels(kernels):
             executable, kept = self._executable(sizes, mesh, store)
         return Program(sizes, executable, time.perf_counter() - start, kept=kept)
 

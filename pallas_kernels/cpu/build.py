@@ -1,0 +1,242 @@
+"""Compiles the CPU kernels by the C++ compiler that is on this machine."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import jax
+
+FOLDER = Path(__file__).parents[1]
+"""The folder of the rooms, which includes are relative to."""
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Names of C++ compilers, in the order in which they are looked for."""
+
+OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-semantic-interposition", "-w")
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_VNNI = (*_AVX512, "avx512vnni")
+LEVELS: dict[str, tuple[str, ...]] = {
+    "amx": (*_VNNI, "avx512bf16", "amx-tile", "amx-int8", "amx-bf16"),
+    "avx512_bf16": (*_VNNI, "avx512bf16"),
+    "avx512_vnni": _VNNI,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "generic": (),
+}
+"""Instruction sets, the best first: what they need of the CPU, as names of the compiler's options -m."""
+
+_LINUX_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"} | {
+    f"amx-{name}": f"amx_{name}" for name in ("tile", "int8", "bf16")
+}
+"""Names in /proc/cpuinfo where they differ from the compiler's."""
+
+_HANDLER = re.compile(r"^XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(jaxinfer_\w+)", re.MULTILINE)
+_EXPORTS = b"{ global: jaxinfer_*; local: *; };\n"
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; the message says why, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command that runs it, and the first line of what it says of its version."""
+
+    command: tuple[str, ...]
+    version: str
+
+    def accepts(self, level: str, *, seconds: float = 10.0) -> bool:
+        """Return whether it can compile for a level."""
+        try:
+            run([[*self.command, *level_options(level), "-fsyntax-only", "-x", "c++", os.devnull]], seconds=seconds)
+        except BuildError:
+            return False
+        return True
+
+
+def find_compiler(*, seconds: float = 10.0) -> Compiler:
+    """Return the compiler that $CXX names, else the first of `COMPILERS` on the PATH. Raises BuildError without any."""
+    if given := shlex.split(os.environ.get("CXX", "")):
+        path = shutil.which(given[0])
+        if path is None:
+            raise BuildError(f"CXX={given[0]} is not there")
+        command = (path, *given[1:])
+    else:
+        path = next(filter(None, map(shutil.which, COMPILERS)), None)
+        if path is None:
+            raise BuildError("there is no C++ compiler: install g++ or clang++, or name one in CXX")
+        command = (path,)
+    (text,) = run([[*command, "--version"]], seconds=seconds)
+    return Compiler(command, text.partition("\n")[0].strip())
+
+
+def level_options(level: str) -> tuple[str, ...]:
+    """Return the compiler's options for a level."""
+    return tuple(f"-m{name}" for name in LEVELS[level])
+
+
+def levels_of(cpu_flags: Sequence[str]) -> tuple[str, ...]:
+    """Return the levels that a CPU has, the best first. cpu_flags: as Linux lists them."""
+    has = set(cpu_flags)
+    return tuple(level for level, names in LEVELS.items() if all(_LINUX_NAMES.get(name, name) in has for name in names))
+
+
+def source_files(folder: Path = FOLDER) -> list[Path]:
+    """Return the C++ files of a folder of rooms: headers and sources."""
+    return sorted(file for pattern in ("cpu/*", "*/cpu/*") for file in folder.glob(pattern) if _is_source(file))
+
+
+def _is_source(file: Path) -> bool:
+    return file.suffix in (".h", ".cc")
+
+
+def handlers(folder: Path = FOLDER) -> tuple[str, ...]:
+    """Return the names of the functions that XLA can call."""
+    texts = (file.read_text() for file in source_files(folder) if file.suffix == ".cc")
+    return tuple(sorted(name for text in texts for name in _HANDLER.findall(text)))
+
+
+def ffi_version() -> str:
+    """Return the version of XLA's foreign functions in the headers of the jaxlib that is installed."""
+    text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    return ".".join(re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE))
+
+
+def build_digest(compiler: Compiler, level: str, cpu: Sequence[str], folder: Path = FOLDER) -> str:
+    """Return the name of what `build` makes: a digest of all that it depends on. cpu: describes the processor."""
+    digest = hashlib.sha256()
+    for file in source_files(folder):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode())
+        digest.update(content)
+    options = (*OPTIONS, *level_options(level))
+    for text in (
+        *compiler.command,
+        compiler.version,
+        *options,
+        level,
+        *cpu,
+        importlib.metadata.version("jaxlib"),
+        ffi_version(),
+    ):
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()
+
+
+def build(
+    compiler: Compiler,
+    level: str,
+    *,
+    seconds: float,
+    folder: Path = FOLDER,
+    options: Sequence[str] = (),
+    done: Callable[[int], None] = lambda files: None,
+) -> bytes:
+    """Compile all sources, at the same time, and link them.
+
+    Args:
+      compiler: that of `find_compiler`. level: one of `LEVELS`.
+      seconds: how long it may take.
+      folder: of the rooms.
+      options: further options of the compiler.
+      done: is told how many files are compiled.
+    Returns: the shared object. Raises: BuildError.
+    """
+    end = time.monotonic() + seconds
+    sources = [file for file in source_files(folder) if file.suffix == ".cc"]
+    includes = (f"-I{jax.ffi.include_dir()}", f"-I{folder}", f"-I{FOLDER}")
+    command = (*compiler.command, *OPTIONS, *level_options(level), *options)
+    try:
+        with tempfile.TemporaryDirectory(prefix="jaxinfer-") as temporary:
+            objects = [str(Path(temporary, f"{file.stem}.o")) for file in sources]
+            run(
+                [
+                    [*command, *includes, "-c", str(file), "-o", compiled]
+                    for file, compiled in zip(sources, objects, strict=True)
+                ],
+                seconds=end - time.monotonic(),
+                done=done,
+            )
+            exports, library = Path(temporary, "exports"), Path(temporary, "library.so")
+            exports.write_bytes(_EXPORTS)
+            link = [*command, "-shared", f"-Wl,--version-script={exports}", "-o", str(library), *objects]
+            run([link], seconds=end - time.monotonic())
+            return library.read_bytes()
+    except OSError as error:
+        raise BuildError(f"the kernels cannot be compiled: {error}") from error
+
+
+def run(
+    commands: Sequence[Sequence[str]], *, seconds: float, done: Callable[[int], None] = lambda ended: None
+) -> list[str]:
+    """Run commands at the same time, and return what each wrote to stdout.
+
+    Args:
+      commands: each a program and its arguments.
+      seconds: how long they may take together.
+      done: is told how many have ended.
+    Raises: BuildError for one that cannot start, fails, or takes too long; no process is left then.
+    """
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2 * len(commands))]
+        processes = [
+            stack.enter_context(_started(command, *files[2 * i : 2 * i + 2])) for i, command in enumerate(commands)
+        ]
+        while (ended := sum(process.poll() is not None for process in processes)) < len(processes):
+            done(ended)
+            for i, process in enumerate(processes):
+                _check(commands[i], process, files[2 * i + 1])
+            if time.monotonic() > end:
+                raise BuildError(f"{shlex.join(commands[0][:1])} took longer than {seconds:.0f} s")
+            time.sleep(0.002 if seconds < 20 else 0.05)
+        done(ended)
+        for i, process in enumerate(processes):
+            _check(commands[i], process, files[2 * i + 1])
+        return [_text(file) for file in files[::2]]
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], stdout: IO[str], stderr: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a group of its own, which is ended with what it started unless it has ended."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not start: {error.strerror}") from error
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _check(command: Sequence[str], process: subprocess.Popen[bytes], stderr: IO[str]) -> None:
+    """Raise BuildError if a command has failed, with the first line of what it says is wrong."""
+    if not process.poll():
+        return
+    lines = [line.strip() for line in _text(stderr).splitlines() if line.strip()]
+    reason = next((line for line in lines if "error" in line), lines[0] if lines else f"status {process.returncode}")
+    raise BuildError(f"{command[0]} fails: {reason}")
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
