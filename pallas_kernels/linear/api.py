@@ -7,14 +7,21 @@ first layer of the MLP, activation or gate), `linear_residual` region 4. Up to 1
 import jax
 
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import composed, mosaic
+from jaxinfer.pallas_kernels.implementation import composed, ffi, mosaic
+from jaxinfer.pallas_kernels.linear import cpu
 from jaxinfer.pallas_kernels.linear import mosaic as kernels
 from jaxinfer.pallas_kernels.linear import xla as fallbacks
 from jaxinfer.pallas_kernels.weights import Weights
 
-_small_batch_linear = Operation("small_batch_linear", mosaic(kernels.linear), composed(fallbacks.linear))
-_norm_linear = Operation("norm_linear", mosaic(kernels.norm_linear), composed(fallbacks.norm_linear))
-_linear_residual = Operation("linear_residual", mosaic(kernels.linear_residual), composed(fallbacks.linear_residual))
+_small_batch_linear = Operation(
+    "small_batch_linear", mosaic(kernels.linear), ffi(cpu.linear), composed(fallbacks.linear)
+)
+_norm_linear = Operation(
+    "norm_linear", mosaic(kernels.norm_linear), ffi(cpu.norm_linear), composed(fallbacks.norm_linear)
+)
+_linear_residual = Operation(
+    "linear_residual", mosaic(kernels.linear_residual), ffi(cpu.linear_residual), composed(fallbacks.linear_residual)
+)
 
 
 def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:

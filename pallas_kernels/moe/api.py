@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.activations import activate_outputs
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import composed, mosaic, reference, xla
-from jaxinfer.pallas_kernels.moe import in_place
+from jaxinfer.pallas_kernels.implementation import composed, ffi, mosaic, reference, xla
+from jaxinfer.pallas_kernels.moe import cpu, in_place
 from jaxinfer.pallas_kernels.moe import mosaic as kernels
 from jaxinfer.pallas_kernels.moe import reference as plain
 from jaxinfer.pallas_kernels.moe import xla as fallbacks
@@ -142,4 +142,6 @@ def _composed_mlp(
     return unpermute(linear(hidden, down, down_bias), routing)
 
 
-_expert_mlp = Operation("expert_mlp", xla(in_place.expert_mlp, platform="cpu"), composed(_composed_mlp))
+_expert_mlp = Operation(
+    "expert_mlp", ffi(cpu.expert_mlp), xla(in_place.expert_mlp, platform="cpu"), composed(_composed_mlp)
+)

@@ -1,0 +1,322 @@
+// Products of a few rows with matrices of outputs by inputs, [N, K], as they are stored (`pallas_kernels/weights.py`).
+//
+// Memory is the bound, so it is read as it likes to be: one row of the matrix after another. One row of x multiplies one
+// row of the matrix at a time; several multiply tiles of a few, whose successor is fetched meanwhile, in its order in
+// memory (docs/cpu-speed.md).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <type_traits>
+
+#include "cpu/simd.h"
+
+namespace jaxinfer {
+
+constexpr int kGroup = 128;  // inputs of int4 weights that share a scale
+constexpr int kPadding = 128;  // rows of x are padded with zeros to a multiple of so many inputs
+
+// int8 values of a row of x as the product takes them: with VNNI bytes, otherwise words, whose sums cannot saturate.
+#if defined(__AVX512VNNI__)
+using Quantized = int8_t;
+#else
+using Quantized = int16_t;
+#endif
+
+#if defined(__AVX512BW__)
+// The sums over each of four vectors.
+inline void ints4(const __m512i* sums, int32_t* y) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sums[0], sums[1]), _mm512_unpackhi_epi32(sums[0], sums[1]));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sums[2], sums[3]), _mm512_unpackhi_epi32(sums[2], sums[3]));
+  const __m512i abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+  const __m128i total = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), total);
+}
+#endif
+
+// How one format is multiplied: blocks of kBlock inputs. `totals` adds up each of four sums.
+template <typename W>
+struct FloatProduct {
+  using Weight = W;
+  using X = float;
+  using Sums = Floats;
+  using Factor = Floats;
+  static constexpr int kBlock = kFloats;
+  static Sums none() { return zeros(); }
+  static Factor factor(const Weight* w) { return load(w); }
+  static Sums multiply(Factor w, const X* x, Sums sums) { return multiply_add(w, load(x), sums); }
+  using Total = float;
+  static Sums join(Sums a, Sums b) { return add(a, b); }
+  static float total(Sums sums) { return sum(sums); }
+  static void totals(const Sums* sums, Total* y) { sums_of(sums, y); }
+};
+
+struct Int8Product {
+  using Weight = int8_t;
+  using X = Quantized;
+  using Total = int32_t;
+#if defined(__AVX512VNNI__)
+  // The instruction multiplies unsigned by signed bytes, so that 128 is added to the weights. Whoever adds up subtracts
+  // 128 times the sum of x.
+  static constexpr int32_t kOffset = 128;
+  static constexpr int kBlock = 64;
+  using Sums = __m512i;
+  using Factor = __m512i;
+  static Sums none() { return _mm512_setzero_si512(); }
+  static Factor factor(const Weight* w) { return _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128)); }
+  static Sums multiply(Factor w, const X* x, Sums sums) { return _mm512_dpbusd_epi32(sums, w, _mm512_loadu_si512(x)); }
+  static Sums join(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+  static int32_t total(Sums sums) { return _mm512_reduce_add_epi32(sums); }
+  static void totals(const Sums* sums, Total* y) { ints4(sums, y); }
+#elif defined(__AVX512BW__)
+  static constexpr int32_t kOffset = 0;
+  static constexpr int kBlock = 32;
+  using Sums = __m512i;
+  using Factor = __m512i;
+  static Sums none() { return _mm512_setzero_si512(); }
+  static Factor factor(const Weight* w) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+  }
+  static Sums multiply(Factor w, const X* x, Sums sums) {
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(w, _mm512_loadu_si512(x)));
+  }
+  static Sums join(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+  static int32_t total(Sums sums) { return _mm512_reduce_add_epi32(sums); }
+  static void totals(const Sums* sums, Total* y) { ints4(sums, y); }
+#elif defined(__AVX2__)
+  static constexpr int32_t kOffset = 0;
+  static constexpr int kBlock = 16;
+  using Sums = __m256i;
+  using Factor = __m256i;
+  static Sums none() { return _mm256_setzero_si256(); }
+  static Factor factor(const Weight* w) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+  }
+  static Sums multiply(Factor w, const X* x, Sums sums) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+  }
+  static Sums join(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
+  static int32_t total(Sums sums) {
+    const __m128i x = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    const __m128i y = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+  }
+  static void totals(const Sums* sums, Total* y) {
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
+    const __m128i total = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y), total);
+  }
+#else
+  static constexpr int32_t kOffset = 0;
+  static constexpr int kBlock = 16;
+  using Sums = int32_t;
+  using Factor = const Weight*;
+  static Sums none() { return 0; }
+  static Factor factor(const Weight* w) { return w; }
+  static Sums multiply(Factor w, const X* x, Sums sums) {
+    for (int i = 0; i < kBlock; ++i) sums += static_cast<int32_t>(w[i]) * x[i];
+    return sums;
+  }
+  static Sums join(Sums a, Sums b) { return a + b; }
+  static int32_t total(Sums sums) { return sums; }
+  static void totals(const Sums* sums, Total* y) { std::copy(sums, sums + 4, y); }
+#endif
+};
+
+// One row of the matrix times one row of x. Several sums, since an addition waits for the one before.
+template <typename P>
+typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x, int64_t inputs) {
+  constexpr int kSums = 4, kStep = kSums * P::kBlock;
+  typename P::Sums sums[kSums];
+  for (auto& each : sums) each = P::none();
+  int64_t k = 0;
+  for (; k + kStep <= inputs; k += kStep) {
+    for (int i = 0; i < kSums; ++i) {
+      const int64_t at = k + i * P::kBlock;
+      sums[i] = P::multiply(P::factor(w + at), x + at, sums[i]);
+    }
+  }
+  for (; k + P::kBlock <= inputs; k += P::kBlock) sums[0] = P::multiply(P::factor(w + k), x + k, sums[0]);
+  if (k < inputs) {
+    typename P::Weight last[P::kBlock] = {};
+    std::memcpy(last, w + k, (inputs - k) * sizeof(last[0]));
+    sums[0] = P::multiply(P::factor(last), x + k, sums[0]);
+  }
+  return P::join(P::join(sums[0], sums[1]), P::join(sums[2], sums[3]));
+}
+
+// Four rows of the matrix times M rows of x, whose rows are `stride` apart. y: the total of r and m at r + m * width.
+//
+// kAhead: the four rows behind these are fetched.
+template <typename P, int M, bool kAhead>
+void tile_product(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs,
+                  typename P::Total* y, int64_t width) {
+  constexpr int64_t kBytes = 4 * P::kBlock * sizeof(typename P::Weight);  // of a block of all rows
+  typename P::Sums sums[M][4];
+  for (auto& row : sums)
+    for (auto& each : row) each = P::none();
+  const char* ahead = reinterpret_cast<const char*>(w + 4 * inputs);
+  int64_t k = 0;
+  auto block = [&](const typename P::Weight* rows, int64_t row_stride) {
+    typename P::Factor factors[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) factors[r] = P::factor(rows + r * row_stride);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) sums[m][r] = P::multiply(factors[r], x + m * stride + k, sums[m][r]);
+    }
+  };
+  for (; k + P::kBlock <= inputs; k += P::kBlock) {
+    if constexpr (kAhead) {
+      for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
+      ahead += kBytes;
+    }
+    block(w + k, inputs);
+  }
+  if (k < inputs) {
+    typename P::Weight last[4 * P::kBlock] = {};
+    for (int r = 0; r < 4; ++r) std::memcpy(last + r * P::kBlock, w + r * inputs + k, (inputs - k) * sizeof(last[0]));
+    block(last, P::kBlock);
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) P::totals(sums[m], y + m * width);
+}
+
+// Rows of x at a time: as many as the registers hold sums of, with four rows of the matrix.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 4;
+#else
+constexpr int kTileRows = 2;
+#endif
+
+// Four rows of the matrix times all rows of x.
+template <typename P>
+void tile_products(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs, int rows,
+                   typename P::Total* y, int64_t width) {
+  for (int m = 0; m < rows; m += kTileRows) {
+    auto some = [=](auto count) {
+      constexpr int M = decltype(count)::value;
+      const auto product = m == 0 ? tile_product<P, M, true> : tile_product<P, M, false>;
+      product(w, x + m * stride, stride, inputs, y + m * width, width);
+    };
+    switch (std::min(rows - m, kTileRows)) {
+#if defined(__AVX512F__)
+      case 4: some(std::integral_constant<int, 4>()); break;
+      case 3: some(std::integral_constant<int, 3>()); break;
+#endif
+      case 2: some(std::integral_constant<int, 2>()); break;
+      default: some(std::integral_constant<int, 1>()); break;
+    }
+  }
+}
+
+// Some rows of a matrix times all rows of x. y: [rows, outputs].
+template <typename P>
+void products(const typename P::Weight* w, int64_t outputs, const typename P::X* x, int64_t stride, int64_t inputs,
+              int rows, typename P::Total* y) {
+  int64_t n = 0;
+  for (; n + 4 <= outputs; n += 4) {
+    if (rows == 1) {
+      typename P::Sums sums[4];
+      for (int i = 0; i < 4; ++i) sums[i] = row_product<P>(w + (n + i) * inputs, x, inputs);
+      P::totals(sums, y + n);
+    } else {
+      tile_products<P>(w + n * inputs, x, stride, inputs, rows, y + n, outputs);
+    }
+  }
+  for (; n < outputs; ++n) {
+    for (int m = 0; m < rows; ++m) {
+      y[m * outputs + n] = P::total(row_product<P>(w + n * inputs, x + m * stride, inputs));
+    }
+  }
+}
+
+// A row of x for int4 weights: words, with a scale for each group of inputs.
+struct GroupedRow {
+  const int16_t* values;  // [K]
+  const float* scales;    // [K / kGroup]
+  const float* offsets;   // [K / kGroup]: -8 times the sum of the group's x, since 8 is added to the weights
+};
+
+// Rows of x at a time.
+constexpr int kInt4Rows = 4;
+
+// One row of int4 weights times M rows of x. scales: one of a group each `step`. y: the total of m at m * width.
+template <int M>
+void int4_row_product(const uint16_t* w, const float* scales, int64_t step, const GroupedRow* x, int64_t inputs,
+                      float* y, int64_t width) {
+  const int64_t groups = inputs / kGroup;
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX512BW__)
+  using Words = __m512i;
+  auto words_at = [](const void* p) { return _mm512_loadu_si512(p); };
+  auto shifted = [](Words x, int bits) { return _mm512_srli_epi16(x, bits); };
+  auto nibbles = [](Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); };
+  auto multiplied = [](Words x, Words y, Words sums) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sums, x, y);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(x, y));
+#endif
+  };
+  auto floats = [](Words x) { return _mm512_cvtepi32_ps(x); };
+  auto all = [](float x) { return _mm512_set1_ps(x); };
+  auto no_sums = [] { return _mm512_setzero_si512(); };
+#else
+  using Words = __m256i;
+  auto words_at = [](const void* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+  auto shifted = [](Words x, int bits) { return _mm256_srli_epi16(x, bits); };
+  auto nibbles = [](Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); };
+  auto multiplied = [](Words x, Words y, Words sums) { return _mm256_add_epi32(sums, _mm256_madd_epi16(x, y)); };
+  auto floats = [](Words x) { return _mm256_cvtepi32_ps(x); };
+  auto all = [](float x) { return _mm256_set1_ps(x); };
+  auto no_sums = [] { return _mm256_setzero_si256(); };
+#endif
+  constexpr int kRun = kGroup / 4;                    // words of a group, inputs of each of its four runs
+  constexpr int kWords = sizeof(Words) / 2;           // in a vector
+  Floats sums[M];
+  float offsets[M] = {};
+  for (auto& each : sums) each = zeros();
+  for (int64_t g = 0; g < groups; ++g) {
+    Words parts[M];
+    for (auto& part : parts) part = no_sums();
+#pragma GCC unroll 2
+    for (int word = 0; word < kRun; word += kWords) {
+      const Words packed = words_at(w + g * kRun + word);
+      const Words runs[4] = {nibbles(packed), nibbles(shifted(packed, 4)), nibbles(shifted(packed, 8)),
+                             shifted(packed, 12)};
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const int16_t* values = x[m].values + g * kGroup + word;
+#pragma GCC unroll 4
+        for (int run = 0; run < 4; ++run) parts[m] = multiplied(runs[run], words_at(values + run * kRun), parts[m]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const float scale = scales[g * step];
+      sums[m] = multiply_add(floats(parts[m]), all(scale * x[m].scales[g]), sums[m]);
+      offsets[m] += scale * x[m].offsets[g];
+    }
+  }
+  for (int m = 0; m < M; ++m) y[m * width] = sum(sums[m]) + offsets[m];
+#else
+  for (int m = 0; m < M; ++m) {
+    float total = 0.0f;
+    for (int64_t g = 0; g < groups; ++g) {
+      constexpr int kRun = kGroup / 4;
+      int32_t part = 0;
+      for (int i = 0; i < kGroup; ++i) {
+        const int nibble = w[g * kRun + i % kRun] >> (4 * (i / kRun)) & 15;
+        part += nibble * x[m].values[g * kGroup + i];
+      }
+      total += scales[g * step] * (static_cast<float>(part) * x[m].scales[g] + x[m].offsets[g]);
+    }
+    y[m * width] = total;
+  }
+#endif
+}
+
+}  // namespace jaxinfer

@@ -1,0 +1,202 @@
+// Matrices as `Weights` of weights.py, and the rows of x that multiply them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+
+#include "cpu/products.h"
+#include "cpu/simd.h"
+
+namespace jaxinfer {
+
+enum class Format { kFloat32, kBfloat16, kInt8, kInt4 };
+
+// A matrix of outputs by inputs, as `Weights` of weights.py: [N, K], or words of four int4 values.
+struct Matrix {
+  Format format;
+  const void* weight;
+  const void* scale;  // int8: float [N]; int4: bfloat16 [K / kGroup, N]; else none
+  int64_t outputs, inputs;
+
+  // Bytes of one output.
+  int64_t row_bytes() const {
+    switch (format) {
+      case Format::kFloat32: return 4 * inputs;
+      case Format::kBfloat16: return 2 * inputs;
+      case Format::kInt8: return inputs;
+      default: return inputs / 2;
+    }
+  }
+};
+
+// Memory whose contents are arbitrary at first.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t(64)))) {}
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(T* data) const { ::operator delete(data, std::align_val_t(64)); }
+  };
+  std::unique_ptr<T, Delete> data_;
+};
+
+// Quantises so that the largest magnitude is `levels`, and returns the scale. What is not finite makes it NaN, and so
+// all that is computed with it.
+template <typename Q>
+float quantize(const float* x, int64_t size, int levels, Q* q) {
+  uint32_t largest = 0;  // magnitudes are in the order of their bits
+  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, bit_cast<uint32_t>(x[i]) & 0x7fffffff);
+  if (largest >= 0x7f800000) {
+    std::fill(q, q + size, Q(0));
+    return NAN;
+  }
+  const float scale = std::max(bit_cast<float>(largest), 1e-30f) / levels;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+  for (int64_t i = 0; i < size; ++i) {
+    q[i] = static_cast<Q>(bit_cast<int32_t>(x[i] / scale + kRound) - bit_cast<int32_t>(kRound));
+  }
+  return scale;
+}
+
+template <typename Q>
+int32_t sum_of_quantized(const Q* q, int64_t size) {
+  int32_t total = 0;
+  for (int64_t i = 0; i < size; ++i) total += q[i];
+  return total;
+}
+
+// Rows of x in the form that a format's products take, padded with zeros.
+class Rows {
+ public:
+  Rows(Format format, int rows, int64_t inputs)
+      : format_(format),
+        inputs_(inputs),
+        stride_((inputs + kPadding - 1) / kPadding * kPadding),
+        groups_(stride_ / kGroup),
+        values_(rows * stride_ * 4),
+        scales_(rows * (1 + groups_)),
+        offsets_(rows * groups_) {}
+
+  // Sets row m from floats, which it changes. x: [stride], of which only the inputs are given.
+  void set(int m, float* x) {
+    std::fill(x + inputs_, x + stride_, 0.0f);
+    switch (format_) {
+      case Format::kInt8: {
+        auto* q = values<Quantized>() + m * stride_;
+        scales_.get()[m] = quantize(x, stride_, 127, q);
+        offsets_.get()[m] = static_cast<float>(sum_of_quantized(q, stride_));
+        break;
+      }
+      case Format::kInt4:
+        for (int64_t g = 0; g < groups_; ++g) {
+          auto* q = values<int16_t>() + m * stride_ + g * kGroup;
+          const float scale = quantize(x + g * kGroup, kGroup, 32767, q);
+          scales_.get()[m * groups_ + g] = scale;
+          offsets_.get()[m * groups_ + g] = -8.0f * static_cast<float>(sum_of_quantized(q, kGroup)) * scale;
+        }
+        break;
+      default:
+        std::copy(x, x + stride_, values<float>() + m * stride_);
+    }
+  }
+
+  // Multiplies rows [first, first + rows) by outputs [begin, end). y: [rows, end - begin].
+  void multiply(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
+    switch (matrix.format) {
+      case Format::kFloat32: return floats<float>(matrix, begin, end, first, rows, y);
+      case Format::kBfloat16: return floats<bfloat16>(matrix, begin, end, first, rows, y);
+      case Format::kInt8: return int8(matrix, begin, end, first, rows, y);
+      case Format::kInt4: return int4(matrix, begin, end, first, rows, y);
+    }
+  }
+
+  int64_t stride() const { return stride_; }
+
+ private:
+  template <typename T>
+  T* values() const {
+    return reinterpret_cast<T*>(values_.get());
+  }
+
+  template <typename W>
+  void floats(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
+    const W* w = static_cast<const W*>(matrix.weight) + begin * inputs_;
+    products<FloatProduct<W>>(w, end - begin, values<float>() + first * stride_, stride_, inputs_, rows, y);
+  }
+
+  void int8(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
+    const int64_t width = end - begin;
+    const auto* w = static_cast<const int8_t*>(matrix.weight) + begin * inputs_;
+    Buffer<int32_t> totals(rows * width);
+    products<Int8Product>(w, width, values<Quantized>() + first * stride_, stride_, inputs_, rows, totals.get());
+    const float* w_scale = static_cast<const float*>(matrix.scale) + begin;
+    for (int m = 0; m < rows; ++m) {
+      const int32_t offset = Int8Product::kOffset * static_cast<int32_t>(offsets_.get()[first + m]);
+      const float scale = scales_.get()[first + m];
+      for (int64_t n = 0; n < width; ++n) {
+        y[m * width + n] = static_cast<float>(totals.get()[m * width + n] - offset) * scale * w_scale[n];
+      }
+    }
+  }
+
+  void int4(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
+    constexpr int kAtOnce = 16;  // outputs, whose scales lie beside each other for each group
+    const auto* w_scale = static_cast<const bfloat16*>(matrix.scale);
+    Buffer<float> scales(kAtOnce * groups_);
+    for (int64_t n = begin; n < end; n += kAtOnce) {
+      const int64_t count = std::min<int64_t>(kAtOnce, end - n);
+      for (int64_t g = 0; g < groups_; ++g) {
+        const bfloat16* from = w_scale + g * matrix.outputs + n;
+        prefetch(from + 2 * kAtOnce);
+        for (int64_t i = 0; i < count; ++i) scales.get()[g * kAtOnce + i] = to_float(from[i]);
+      }
+      const auto* w = static_cast<const uint16_t*>(matrix.weight) + n * inputs_ / 4;
+      for (int64_t i = 0; i < count; ++i) {
+        float* totals = y + n + i - begin;
+        int4_output(w + i * inputs_ / 4, scales.get() + i, kAtOnce, first, rows, totals, end - begin);
+      }
+    }
+  }
+
+  // One output of all rows: y [m * width] of row m.
+  void int4_output(const uint16_t* w, const float* w_scale, int64_t step, int first, int rows, float* y,
+                   int64_t width) const {
+    for (int m = 0; m < rows; m += kInt4Rows) {
+      GroupedRow x[kInt4Rows];
+      const int count = std::min(rows - m, kInt4Rows);
+      for (int i = 0; i < count; ++i) {
+        const int64_t row = first + m + i;
+        x[i] = {values<int16_t>() + row * stride_, scales_.get() + row * groups_, offsets_.get() + row * groups_};
+      }
+      const auto product = count == 4   ? int4_row_product<4>
+                           : count == 3 ? int4_row_product<3>
+                           : count == 2 ? int4_row_product<2>
+                                        : int4_row_product<1>;
+      product(w, w_scale, step, x, inputs_, y + m * width, width);
+    }
+  }
+
+  Format format_;
+  int64_t inputs_, stride_, groups_;
+  Buffer<std::byte> values_;
+  Buffer<float> scales_;   // int8: of each row; int4: of each group
+  Buffer<float> offsets_;  // int8: each row's sum, which is exact up to 2^24; int4: as in GroupedRow
+};
+
+constexpr int64_t kTaskBytes = 128 << 10;  // of weights: large beside what it takes to start a task
+
+// Returns the outputs of a task, of a matrix of which `tasks` at least are wanted: even numbers, for pairs.
+inline int64_t outputs_of_task(const Matrix& matrix, int tasks = 8) {
+  const int64_t large = std::max<int64_t>(kTaskBytes / matrix.row_bytes(), 1);
+  const int64_t small = std::max<int64_t>((16 << 10) / matrix.row_bytes(), 1);
+  const int64_t count = std::max(std::min(large, (matrix.outputs + tasks - 1) / tasks), small);
+  return (count + 15) / 16 * 16;
+}
+
+}  // namespace jaxinfer
