@@ -107,7 +107,8 @@ def recorded_calls() -> Iterator[list[Call]]:
 def supported(call: Call) -> tuple[Implementation, ...]:
     """Return the candidates that take a call's arguments.
 
-    Not a composition where the platform has implementations of the whole: its parts are measured on their own.
+    Not a composition where XLA has another way to compute the whole on this platform: its parts are measured on their
+    own. It stays beside a kernel in C++, which takes the place of its parts.
     """
 
     def takes(candidate: Implementation) -> bool:
@@ -119,7 +120,7 @@ def supported(call: Call) -> tuple[Implementation, ...]:
 
     candidates = tuple(candidate for candidate in call.candidates if takes(candidate))
     whole = tuple(candidate for candidate in candidates if candidate.name != "composed")
-    return whole if any(candidate.platform == "cpu" for candidate in whole) else candidates
+    return whole if any(candidate.platform == "cpu" and not candidate.is_kernel for candidate in whole) else candidates
 
 
 def fastest(call: Call, seconds: Mapping[str, float]) -> str:

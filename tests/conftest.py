@@ -1,8 +1,10 @@
 """The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
+import contextlib
 import gc
 import os
 import re
+import shutil
 import signal
 import sys
 
@@ -53,7 +55,7 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_folder(tmp_path_factory):
+def cache_folder(tmp_path_factory, pytestconfig):
     """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
 
     They cannot be kept where a file is in the way: so no test, nor a process that it starts, decides by what another
@@ -65,7 +67,13 @@ def cache_folder(tmp_path_factory):
     folder.mkdir(exist_ok=True)
     (folder / "costs").touch()
     patch.setenv("JAXINFER_CACHE", str(folder))
+    patch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured")  # which kernels run does not depend on how fast the machine is
+    libraries = pytestconfig.cache.mkdir("cpu_kernels")  # by digests of all that they depend on: compiled by one run
+    with contextlib.suppress(OSError):
+        shutil.copytree(libraries, folder / "cpu_kernels")
     yield
+    with contextlib.suppress(OSError):
+        shutil.copytree(folder / "cpu_kernels", libraries, dirs_exist_ok=True)
     patch.undo()
 
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
+from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 from jaxinfer.models.devices import device_name
 from jaxinfer.pallas_kernels.choices import Call, Choices, fastest, measure
+from jaxinfer.pallas_kernels.cpu.library import use_library
 from jaxinfer.pallas_kernels.dispatch import kernels_available
 from jaxinfer.pallas_kernels.target import interpreting
 
@@ -57,10 +59,11 @@ def measure_choices(calls: Iterable[Call]) -> Iterator[tuple[Call, dict[str, flo
     Raises OSError, before anything is measured, if nothing can be kept on disk, and NoKeyError (a ValueError) if the
     code has changed since the process started.
     """
-    files, name = _files(), _file_name()
+    files, name, library = _files(), _file_name(), cpu_library()
     files.make()
     for call in calls:
-        seconds = measure(call)
+        with use_library(library):
+            seconds = measure(call)
         with files.locked(seconds=LOCK_SECONDS):  # another process may measure too
             table = _read(name)
             table.setdefault(call.operation, {})[call.shapes] = fastest(call, seconds)

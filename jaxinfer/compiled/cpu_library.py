@@ -1,6 +1,7 @@
 """The library of CPU kernels of this machine: compiled when it is first needed, then kept in the user's cache folder.
 
-If it cannot be compiled, or cannot be kept, operations run as plain XLA, and the reason is logged once.
+It is compared with XLA, and measured against it, once, when it is compiled (`cpu_checks.py`). If it cannot be compiled,
+differs, or cannot be kept, operations run as plain XLA, and the reason is logged once.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from jaxinfer.disk_cache import KeptFiles, cache_folder
 from jaxinfer.disk_cache.processor import cpu_fields, cpu_model
 from jaxinfer.pallas_kernels.cpu.build import (
     FOLDER,
+    LEVELS,
     BuildError,
     Compiler,
     build,
@@ -29,35 +32,57 @@ from jaxinfer.pallas_kernels.cpu.build import (
     find_compiler,
     handlers,
     levels_of,
+    run,
     source_files,
 )
 from jaxinfer.pallas_kernels.cpu.library import Library, load_library
 from jaxinfer.progress import long_work
 
 VARIABLE = "JAXINFER_CPU_LIBRARY"
-"""The environment variable by which a process runs without a library ("0")."""
+"""The environment variable by which a process has no library ("0"), or one whose limits are the default, so that they
+do not depend on what the machine did when they were measured ("unmeasured")."""
 
 MAX_BYTES = 256 << 20
 """Bytes of all libraries together; the least recently used are deleted first."""
+NEEDED_BYTES = 32 << 20
+"""Bytes that the disk must have left for compiling to begin."""
 BUILD_SECONDS = 120.0
-"""How long compiling may take."""
-LOCK_SECONDS = 180.0
-"""How long to wait for another process that compiles the same."""
+"""How long compiling may take, and how long the check."""
 RETRY_SECONDS = 24 * 3600.0
-"""How long a failure is remembered, before it is tried again."""
+"""How long a failure of the compiler or the check is remembered before it is tried again. Differences are for good."""
+
+_CHECKS = "jaxinfer.compiled.cpu_checks"
 
 _log = logging.getLogger("jaxinfer.compiled")
 _lock = threading.Lock()
-_state: list["State"] = []
+_states: list["State"] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """The library of this process, or why there is none, and where it is kept."""
+    """The library of this process, or why there is none.
+
+    Attributes:
+      library: None: XLA runs alone.
+      reason: why there is none; empty if this process does without.
+      file: where it is kept.
+      compiler: what compiled it.
+      operations: that were compared with XLA.
+      verdicts: of each instruction set: "verified"; "differs"; "unverified", as this CPU lacks it or has a better one.
+    """
 
     library: Library | None = None
     reason: str = ""
     file: Path | None = None
+    compiler: str = ""
+    operations: tuple[str, ...] = ()
+    verdicts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Name the library in one line, or say why there is none."""
+        if self.library is None:
+            return f"none: {self.reason}" if self.reason else "none"
+        return f"{self.library.level}, by {self.compiler}"
 
 
 def cpu_library() -> Library | None:
@@ -66,89 +91,131 @@ def cpu_library() -> Library | None:
 
 
 def library_state() -> State:
-    """Return the library of this process, or why there is none. All calls return the first one's result."""
+    """Return the library of this process, or why there is none: that of the first call, for all later ones."""
     with _lock:
-        if not _state:
-            state = _find()
+        if not _states:
+            state = find_library()
             if state.reason:
                 _log.warning("CPU kernels are not used, XLA runs instead: %s", state.reason)
-            _state.append(state)
-        return _state[0]
+            _states.append(state)
+        return _states[0]
 
 
-def _find() -> State:
-    """Return the kept library, or compile it."""
-    if sys.platform != "linux" or jax.default_backend() != "cpu" or os.environ.get(VARIABLE) == "0" or not handlers():
+def find_library(*, folder: Path = FOLDER, seconds: float = BUILD_SECONDS) -> State:
+    """Find the library in the cache folder, or compile it.
+
+    Args:
+      folder: of the rooms whose sources are compiled.
+      seconds: how long compiling may take, and the check; another process that does it is waited for as long.
+    """
+    possible = sys.platform == "linux" and jax.default_backend() == "cpu" and os.environ.get(VARIABLE) != "0"
+    if not possible or not handlers(folder):
         return State()
     try:
-        return _kept_or_built(find_compiler())
-    except BuildError as error:
+        return _Maker(find_compiler(), folder, seconds).state()
+    except (BuildError, OSError) as error:
         return State(reason=str(error))
-    except OSError as error:
-        return State(reason=f"nothing can be kept in {_files().folder}: {error}")
 
 
-def _kept_or_built(compiler: Compiler) -> State:
-    files = _files()
-    name = _record_name(compiler)
-    if (state := _kept(files, name)) is not None:
-        return state
-    total = sum(file.suffix == ".cc" for file in source_files())
-    with long_work("compiling CPU kernels", total=total) as work, files.locked(seconds=LOCK_SECONDS):
-        if (state := _kept(files, name)) is not None:  # by a process that held the lock
+class _Maker:
+    """Finds the library that a compiler makes of a folder, or has it made."""
+
+    def __init__(self, compiler: Compiler, folder: Path, seconds: float):
+        self.compiler, self.folder, self.seconds = compiler, folder, seconds
+        self.files = KeptFiles(cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
+        self.measures = os.environ.get(VARIABLE) != "unmeasured"
+        self.name = self._record_name()
+
+    def state(self) -> State:
+        """Return the library, or why there is none. Raises OSError if nothing can be kept, or the wait is too long."""
+        if (state := self._kept()) is not None:
             return state
-        record = _made(files, compiler, lambda done: work.update(done=done))
-        files.write(name, json.dumps(record).encode())
-    state = _kept(files, name)
-    assert state is not None, "it was just written"
-    return state
+        total = sum(file.suffix == ".cc" for file in source_files(self.folder))
+        with long_work("compiling CPU kernels", total=total) as work, self.files.locked(seconds=2 * self.seconds):
+            if (state := self._kept()) is not None:  # by a process that held the lock
+                return state
+            if (free := shutil.disk_usage(self.files.folder).free) < NEEDED_BYTES:
+                raise OSError(f"the disk of {self.files.folder} has {free >> 20} MB left; free some")
+            record = self._made(lambda done: work.update(done=done), lambda: work.update(what="checking CPU kernels"))
+            self.files.write(self.name, json.dumps(record).encode())
+            state = self._kept()
+        return state or State(reason="the library cannot be loaded")
+
+    def _made(self, done: Callable[[int], None], checking: Callable[[], None]) -> dict[str, Any]:
+        """Compile, keep and check the library. Returns its record, or that of a failure. Raises OSError."""
+        record: dict[str, Any] = {"compiler": self.compiler.version, "time": time.time()}
+        try:
+            level = next(level for level in levels_of(_cpu_flags()) if self.compiler.accepts(level))
+            digest = build_digest(self.compiler, level, _cpu(), self.folder)
+            if self.files.get(digest) is None:
+                content = build(self.compiler, level, seconds=self.seconds, folder=self.folder, done=done)
+                self.files.write(digest, content)
+            record |= {"digest": digest, "level": level, "functions": handlers(self.folder)}
+            checking()
+            return record | self._checked(record)
+        except BuildError as error:
+            if "digest" in record:
+                self.files.remove(record["digest"])
+            return record | {"failure": str(error)}
+
+    def _checked(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return what `cpu_checks` sees of a library, from a process of its own. Raises BuildError."""
+        request = {"folder": str(self.files.folder), "measure": self.measures, **record}
+        root = str(Path(__file__).parents[2])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _without_dumps(os.environ.get("XLA_FLAGS", ""))}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        try:
+            (text,) = run(
+                [[sys.executable, "-m", _CHECKS, json.dumps(request)]], seconds=self.seconds, environment=environment
+            )
+        except BuildError as error:
+            raise BuildError(f"the kernels cannot be checked: {error}") from error
+        return json.loads(text.splitlines()[-1])
+
+    def _kept(self) -> State | None:
+        """Return what is kept: a library, which is loaded, or why there is none. None: it must be made."""
+        if (text := self.files.get(self.name)) is None:
+            return None
+        record = json.loads(text)
+        if "failure" in record:
+            return State(reason=record["failure"]) if time.time() - record["time"] < RETRY_SECONDS else None
+        seen = {"compiler": record["compiler"], "operations": tuple(record["operations"])}
+        level, differences = record["level"], record["differences"]
+        verdict = "differs" if differences else "verified" if record["operations"] else "unverified"
+        verdicts = dict.fromkeys(LEVELS, "unverified") | {level: verdict}
+        if differences:
+            reason = f"{level} kernels by {record['compiler']} differ from XLA's results: {'; '.join(differences[:3])}"
+            return State(reason=reason, verdicts=verdicts, **seen)
+        library = Library(
+            digest=record["digest"],
+            level=level,
+            functions=tuple(record["functions"]),
+            limits=tuple(sorted(record["limits"].items())),
+        )
+        if (content := self.files.get(library.digest)) is None:
+            return None
+        try:
+            load_library(library, content)
+        except OSError as error:
+            _log.info("the library of CPU kernels is compiled anew, since it cannot be loaded: %s", error)
+            with contextlib.suppress(OSError):
+                self.files.remove(library.digest)
+            return None
+        return State(library=library, file=self.files.folder / library.digest, verdicts=verdicts, **seen)
+
+    def _record_name(self) -> str:
+        """Return the name of the record: a digest of what is compiled, and of the code that calls and checks it."""
+        digest = hashlib.sha256(build_digest(self.compiler, "generic", _cpu(), self.folder).encode())
+        for file in sorted(FOLDER.rglob("*.py")):
+            digest.update(file.read_bytes())
+        digest.update(Path(__file__).with_name("cpu_checks.py").read_bytes())
+        digest.update(str(self.measures).encode())
+        return digest.hexdigest()
 
 
-def _made(files: KeptFiles, compiler: Compiler, done: Any) -> dict[str, Any]:
-    """Compile the library and keep it. Returns its record, or that of a failure. Raises OSError if nothing is kept."""
-    if (free := shutil.disk_usage(files.folder).free) < MAX_BYTES:
-        raise OSError(f"the disk has {free >> 20} MB left")
-    try:
-        level = next(level for level in levels_of(_cpu_flags()) if compiler.accepts(level))
-        content = build(compiler, level, seconds=BUILD_SECONDS, done=done)
-    except BuildError as error:
-        return {"failure": str(error), "time": time.time()}
-    digest = build_digest(compiler, level, _cpu())
-    files.write(digest, content)
-    return {"digest": digest, "level": level, "functions": handlers(), "limits": []}
-
-
-def _kept(files: KeptFiles, name: str) -> State | None:
-    """Return what is kept under a name: a library, which is loaded, or a failure. None: it must be made."""
-    if (text := files.get(name)) is None:
-        return None
-    record = json.loads(text)
-    if "failure" in record:
-        return State(reason=record["failure"]) if time.time() - record["time"] < RETRY_SECONDS else None
-    if (content := files.get(record["digest"])) is None:
-        return None
-    limits = tuple((dtype, rows) for dtype, rows in record["limits"])
-    library = Library(digest=record["digest"], level=record["level"], limits=limits)
-    try:
-        load_library(library, content, record["functions"])
-    except OSError as error:
-        _log.info("the library of CPU kernels is compiled anew, since it cannot be loaded: %s", error)
-        with contextlib.suppress(OSError):
-            files.remove(record["digest"])
-        return None
-    return State(library=library, file=files.folder / record["digest"])
-
-
-def _files() -> KeptFiles:
-    return KeptFiles(cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
-
-
-def _record_name(compiler: Compiler) -> str:
-    """Return the name of a record: a digest of what the library is made of, and of the code that calls it."""
-    digest = hashlib.sha256(build_digest(compiler, "generic", _cpu()).encode())
-    for file in sorted(FOLDER.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+def _without_dumps(flags: str) -> str:
+    return " ".join(flag for flag in flags.split() if not flag.startswith("--xla_dump"))
 
 
 def _cpu() -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from jaxinfer.pallas_kernels.cpu.library import most_rows
+
 COMMON: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
 """Options of every program. Each result is rounded to its dtype, as the model says. Otherwise XLA keeps float32 between
 bfloat16 operations within a program: a model compiled as one program would give other numbers than layer by layer,
@@ -21,6 +23,8 @@ def compiler_options(
       rows: tokens per pass.
       dtype: the dtype of the stored matrices, int8 included.
       weight_bytes: bytes of all matrices.
+
+    On a CPU they also depend on the library of kernels in use (`pallas_kernels/cpu/library.py`).
     """
     if platform == "cpu":
         return _cpu(rows, dtype, weight_bytes)
@@ -32,8 +36,8 @@ def compiler_options(
 def _cpu(rows: int, dtype: np.dtype, weight_bytes: int) -> dict[str, str | bool | int]:
     # With 8 to 31 float32 rows, oneDNN is up to 1.5 times faster than YNNPACK, which XLA prefers; with fewer rows it is
     # up to three times slower, and slower with other dtypes (docs/cpu-speed.md). jaxlib cannot serialise such a
-    # program, so that it is compiled in every process.
-    if dtype == np.float32 and 8 <= rows < 32 and weight_bytes >= LARGE_WEIGHTS:
+    # program, so that it is compiled in every process. Products of a library in use are none of XLA's.
+    if dtype == np.float32 and max(7, most_rows(dtype)) < rows < 32 and weight_bytes >= LARGE_WEIGHTS:
         return {
             "xla_cpu_use_onednn": True,
             "xla_cpu_experimental_onednn_custom_call": True,

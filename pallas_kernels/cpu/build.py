@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -181,7 +181,11 @@ def build(
 
 
 def run(
-    commands: Sequence[Sequence[str]], *, seconds: float, done: Callable[[int], None] = lambda ended: None
+    commands: Sequence[Sequence[str]],
+    *,
+    seconds: float,
+    done: Callable[[int], None] = lambda ended: None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run commands at the same time, and return what each wrote to stdout.
 
@@ -189,36 +193,54 @@ def run(
       commands: each a program and its arguments.
       seconds: how long they may take together.
       done: is told how many have ended.
+      environment: the variables that they see; None: those of this process.
     Raises: BuildError for one that cannot start, fails, or takes too long; no process is left then.
     """
-    end = time.monotonic() + seconds
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2 * len(commands))]
-        processes = [
-            stack.enter_context(_started(command, *files[2 * i : 2 * i + 2])) for i, command in enumerate(commands)
-        ]
-        while (ended := sum(process.poll() is not None for process in processes)) < len(processes):
-            done(ended)
-            for i, process in enumerate(processes):
-                _check(commands[i], process, files[2 * i + 1])
-            if time.monotonic() > end:
-                raise BuildError(f"{shlex.join(commands[0][:1])} took longer than {seconds:.0f} s")
-            time.sleep(0.002 if seconds < 20 else 0.05)
+    try:
+        with contextlib.ExitStack() as stack:
+            return _outputs(stack, commands, seconds, done, environment)
+    except OSError as error:
+        raise BuildError(f"{commands[0][0]} cannot run: {error}") from error
+
+
+def _outputs(
+    stack: contextlib.ExitStack,
+    commands: Sequence[Sequence[str]],
+    seconds: float,
+    done: Callable[[int], None],
+    environment: Mapping[str, str] | None,
+) -> list[str]:
+    outputs, errors = ([stack.enter_context(_file()) for _ in commands] for _ in range(2))
+    processes = [
+        stack.enter_context(_started(command, output, error, environment))
+        for command, output, error in zip(commands, outputs, errors, strict=True)
+    ]
+    end, pause = time.monotonic() + seconds, 0.001
+    while True:
+        ended = sum(process.poll() is not None for process in processes)
         done(ended)
         for i, process in enumerate(processes):
-            _check(commands[i], process, files[2 * i + 1])
-        return [_text(file) for file in files[::2]]
+            _check(commands[i], process, errors[i])
+        if ended == len(processes):
+            return [_text(file) for file in outputs]
+        if time.monotonic() > end:
+            raise BuildError(f"{commands[0][0]} took longer than {seconds:.0f} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.05)
+
+
+def _file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], stdout: IO[str], stderr: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    command: Sequence[str], stdout: IO[str], stderr: IO[str], environment: Mapping[str, str] | None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a group of its own, which is ended with what it started unless it has ended."""
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-        )
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not start: {error.strerror}") from error
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -229,11 +251,12 @@ def _started(command: Sequence[str], stdout: IO[str], stderr: IO[str]) -> Iterat
 
 
 def _check(command: Sequence[str], process: subprocess.Popen[bytes], stderr: IO[str]) -> None:
-    """Raise BuildError if a command has failed, with the first line of what it says is wrong."""
+    """Raise BuildError if a command has failed, with the line in which it says what is wrong."""
     if not process.poll():
         return
     lines = [line.strip() for line in _text(stderr).splitlines() if line.strip()]
-    reason = next((line for line in lines if "error" in line), lines[0] if lines else f"status {process.returncode}")
+    ended = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
+    reason = next((line for line in lines if "error" in line), lines[-1] if lines else ended)
     raise BuildError(f"{command[0]} fails: {reason}")
 
 

@@ -11,11 +11,12 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxinfer.pallas_kernels.target import UnsupportedError
 
 DEFAULT_ROWS = 32
 """Rows up to which a product is the library's, where nothing was measured."""
@@ -32,11 +33,13 @@ class Library:
     Attributes:
       digest: names the code: sources, compiler, its options, versions of what it was built against.
       level: the instruction set it is compiled for (`build.LEVELS`).
+      functions: the handlers that it has.
       limits: (dtype of the stored matrix, most rows of x that it multiplies faster than XLA), as measured.
     """
 
     digest: str
     level: str
+    functions: tuple[str, ...]
     limits: tuple[tuple[str, int], ...] = ()
 
     def most_rows(self, dtype: jax.typing.DTypeLike) -> int:
@@ -75,20 +78,23 @@ def ffi_call(
       args: arrays. static: attributes, which are numpy scalars or text.
       aliases: positions of arguments, and those of the results that may overwrite them.
     Returns: arrays like `results`.
+    Raises: UnsupportedError if the library has no such function.
     """
     library = library_or_none()
     assert library is not None, "foreign functions are called where a library is in use"
+    if function not in library.functions:
+        raise UnsupportedError(f"the library of CPU kernels has no {function}")
     name = library.target(function)
     return jax.ffi.ffi_call(name, results, vmap_method="sequential", input_output_aliases=aliases)(*args, **static)
 
 
-def load_library(library: Library, content: bytes, functions: Iterable[str]) -> None:
+def load_library(library: Library, content: bytes) -> None:
     """Load a build into this process, once, and tell XLA of its functions.
 
     The content goes through memory, so that what is loaded is what was read, wherever programs may lie.
 
     Args:
-      library: what it is. content: the shared object. functions: its handlers.
+      library: what it is. content: the shared object.
     Raises: OSError if it cannot be loaded, or lacks a function.
     """
     with _lock:
@@ -96,7 +102,7 @@ def load_library(library: Library, content: bytes, functions: Iterable[str]) -> 
             return
         shared = _load(f"jaxinfer_{library.digest[:12]}", content)
         try:
-            handlers = {function: getattr(shared, function) for function in functions}
+            handlers = {function: getattr(shared, function) for function in library.functions}
         except AttributeError as error:
             raise OSError(str(error)) from error
         for function, handler in handlers.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer.compiled.cpu_library import library_state
 from jaxinfer.disk_cache.processor import cpu_fields, cpu_model
 
 FEATURES = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
@@ -24,4 +25,5 @@ def machine() -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind,
         "backend": device.client.platform_version,
+        "cpu_kernels": str(library_state()),
     }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from jaxinfer.compiled import ProgramSpec
+    from jaxinfer.compiled.cpu_library import State
     from jaxinfer.models import EncoderConfig, TransformerConfig, WeightFormat
     from jaxinfer.pallas_kernels.implementation import Implementation
     from jaxinfer.pallas_kernels.target import GPU
@@ -29,15 +30,18 @@ def print_kernels(
 
     from jaxinfer.cli.display import show, table
     from jaxinfer.compiled.choices import stored_choices
+    from jaxinfer.compiled.cpu_library import cpu_library, library_state
     from jaxinfer.pallas_kernels.choices import use_choices
+    from jaxinfer.pallas_kernels.cpu.library import use_library
     from jaxinfer.pallas_kernels.dispatch import recorded_implementations, recorded_refusals
     from jaxinfer.pallas_kernels.target import targeting
 
     traced: dict[str, Mapping[str, Mapping[Implementation, None]]] = {}
     reasons: dict[str, None] = {}
+    library = None if gpu else cpu_library()
     device = targeting(gpu) if gpu else use_choices(stored_choices())
     for name, (function, arguments) in _programs(config, weights, "gpu" if gpu else "cpu", batch, context).items():
-        with device, _quiet(), recorded_implementations() as used, recorded_refusals() as refused:
+        with device, use_library(library), _quiet(), recorded_implementations() as used, recorded_refusals() as refused:
             jax.eval_shape(function, *arguments)
         traced[name] = used
         reasons |= dict.fromkeys(f"No kernel in {name}: {reason}." for reason in refused.values())
@@ -45,9 +49,28 @@ def print_kernels(
     for operation in dict.fromkeys(operation for used in traced.values() for operation in used):
         rows.add_row(operation, *(", ".join(map(_text, used.get(operation, ()))) for used in traced.values()))
     show(rows)
-    typer.echo("composed: by other operations; xla, reference: no kernel.")
+    typer.echo("composed: by other operations; xla, reference: no kernel; ffi: a CPU kernel in C++.")
     for reason in reasons:
         typer.echo(reason)
+    if not gpu:
+        _print_library(library_state())
+
+
+def _print_library(state: "State") -> None:
+    """Print which CPU kernels run on this machine, and up to how many rows; or why there are none."""
+    from jaxinfer.cli.display import show, table
+    from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
+
+    rows = table("CPU kernels", str(state))
+    if state.verdicts:
+        rows.add_row("compared with XLA", ", ".join(f"{level} {verdict}" for level, verdict in state.verdicts.items()))
+    if state.library is not None:
+        names = {"uint16": "int4"}
+        limits = ", ".join(f"{names.get(dtype, dtype)} {most}" for dtype, most in state.library.limits)
+        rows.add_row("operations compared", ", ".join(state.operations))
+        rows.add_row("rows, at most", limits or f"{DEFAULT_ROWS}, not measured")
+        rows.add_row("file", str(state.file))
+    show(rows)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,201 @@
+"""The library of CPU kernels is compiled once for a machine, and left out, with a reason, where that does not work."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.compiled import cpu_library, spec
+from jaxinfer.compiled.cpu_checks import is_faster
+from jaxinfer.compiled.cpu_library import find_library, library_state
+from jaxinfer.disk_cache import KeptFiles
+from tests.compiled.test_program import Add, spec_of
+from tests.kernels.test_cpu_library import ROOM, needs_compiler, script
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_library, "_states", [])
+    return tmp_path / "cache" / "cpu_kernels"
+
+
+def compiler(tmp_path, compiles):
+    """A compiler that writes a line for every file that it compiles, as the statement `compiles` says."""
+    log = tmp_path / "compiled"
+    log.touch()
+    path = script(
+        tmp_path / "compiler",
+        "import subprocess, sys, time\n"
+        "arguments = sys.argv[1:]\n"
+        "if '--version' in arguments: print('mine 1.0')\n"
+        "elif '-c' in arguments:\n"
+        f"    open({str(log)!r}, 'a').write('compiled\\n')\n"
+        f"    {compiles}\n"
+        f"else: sys.exit(subprocess.call([{shutil.which('c++')!r}, *arguments]) if '-shared' in arguments else 0)\n",
+    )
+    return str(path), log
+
+
+def forwarding(options=("-O0",)):
+    return f"sys.exit(subprocess.call([{shutil.which('c++')!r}, *arguments, *{list(options)!r}]))"
+
+
+@needs_compiler
+def test_it_is_compiled_once(tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    first = find_library(folder=ROOM)
+    assert first.reason == ""
+    assert first.compiler == "mine 1.0"
+    assert first.file.parent == folder
+    assert str(first) == f"{first.library.level}, by mine 1.0"
+    assert find_library(folder=ROOM) == first
+    assert log.read_text() == "compiled\n"
+    first.file.write_bytes(first.file.read_bytes()[:-100])  # as a full disk or a crash of the machine may leave it
+    assert find_library(folder=ROOM) == first
+    assert log.read_text() == 2 * "compiled\n"
+
+
+@needs_compiler
+def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
+    path, log = compiler(tmp_path, f"time.sleep(1); {forwarding()}")
+    text = (
+        "from pathlib import Path\n"
+        "from jaxinfer.compiled.cpu_library import find_library\n"
+        f"print(find_library(folder=Path({str(ROOM)!r})).library)\n"
+    )
+    environment = os.environ | {"CXX": path, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", text], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("Library(")
+    assert log.read_text() == "compiled\n"
+
+
+def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_library(folder=ROOM).library is None
+    monkeypatch.setattr(cpu_library, "FOLDER", ROOM)
+    monkeypatch.setattr(cpu_library.find_library, "__kwdefaults__", {"folder": ROOM, "seconds": 5})
+    with caplog.at_level(logging.WARNING, "jaxinfer.compiled"):
+        assert library_state().library is library_state().library is None
+    (message,) = [record.message for record in caplog.records]
+    assert "install g++ or clang++" in message
+    assert "\n" not in message
+    assert str(library_state()).startswith("none: there is no C++ compiler")
+
+
+def test_a_failure_of_the_compiler_is_remembered_for_a_while(tmp_path, monkeypatch):
+    path, log = compiler(tmp_path, "sys.exit('a.cc:1: error: wrong')")
+    monkeypatch.setenv("CXX", path)
+    for _ in range(2):
+        state = find_library(folder=ROOM)
+        assert state.library is None
+        assert state.reason == f"{path} fails: a.cc:1: error: wrong"
+        assert log.read_text() == "compiled\n"
+    monkeypatch.setattr(cpu_library, "RETRY_SECONDS", 0.0)
+    assert find_library(folder=ROOM).library is None
+    assert log.read_text() == 2 * "compiled\n"
+
+
+def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
+    path, log = compiler(tmp_path, "time.sleep(600)")
+    monkeypatch.setenv("CXX", path)
+    state = find_library(folder=ROOM, seconds=1)
+    assert state.library is None
+    assert "took longer than 1 s" in state.reason
+    assert log.read_text() == "compiled\n"
+
+
+def test_another_process_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, "sys.exit(1)")
+    monkeypatch.setenv("CXX", path)
+    with KeptFiles(folder, max_bytes=1).locked(seconds=5):
+        assert "lock" in find_library(folder=ROOM, seconds=0.1).reason
+    assert not log.read_text()
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", ["a file", "full", "almost full"])
+def test_where_nothing_can_be_kept_xla_runs(place, tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    if place == "a file":
+        folder.parent.mkdir()
+        folder.write_text("in the way")
+    elif place == "full":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 0))
+    else:
+
+        def write(files, name, content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(KeptFiles, "write", write)
+    state = find_library(folder=ROOM)
+    assert state.library is None
+    assert state.reason
+    assert "\n" not in state.reason
+    assert log.read_text() == ("compiled\n" if place == "almost full" else "")
+
+
+@needs_compiler
+def test_a_check_that_crashes_leaves_the_library_out(tmp_path, monkeypatch, folder):
+    path, _ = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    monkeypatch.setattr(cpu_library, "_CHECKS", "jaxinfer.compiled.no_such_module")
+    state = find_library(folder=ROOM)
+    assert state.library is None
+    assert state.reason.startswith("the kernels cannot be checked")
+    assert "no_such_module" in state.reason
+    assert len(list(folder.iterdir())) == 2  # the record, and the lock
+
+
+@needs_compiler
+def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch):
+    path, log = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    record = {"operations": ["norm_linear"], "differences": ["norm_linear by 1.0"], "limits": {}}
+    monkeypatch.setattr(cpu_library._Maker, "_checked", lambda maker, made: record)
+    monkeypatch.setattr(cpu_library, "RETRY_SECONDS", 0.0)
+    for _ in range(2):
+        state = find_library(folder=ROOM)
+        assert state.library is None
+        assert "kernels by mine 1.0 differ from XLA's results: norm_linear by 1.0" in state.reason
+        assert "differs" in state.verdicts.values()
+        assert "verified" not in state.verdicts.values()
+    assert log.read_text() == "compiled\n"
+
+
+def test_a_process_without_a_library(monkeypatch):
+    monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "0")
+    assert find_library(folder=ROOM) == cpu_library.State()
+    assert str(cpu_library.State()) == "none"
+
+
+def test_programs_without_kernels_ask_for_no_library(monkeypatch):
+    asked = []
+    monkeypatch.setattr(spec, "cpu_library", lambda: asked.append(1))
+    program = spec_of(lambda x: x + 1, jnp.zeros(3))
+    program.compile(Add(), kernels=False)
+    assert not asked
+    program.compile(Add())
+    assert asked
+
+
+def test_what_is_clearly_faster_is_so_by_median_and_minimum():
+    assert is_faster([1.0, 1.0, 5.0], [2.0, 2.0, 2.0])
+    assert not is_faster([1.0, 1.7, 1.7], [2.0, 2.0, 2.0])
+    assert not is_faster([1.0, 1.0, 1.0], [1.1, 5.0, 5.0])
