@@ -1,0 +1,51 @@
+"""Libraries of CPU kernels for tests: this machine's, and those of the lesser instruction sets that its CPU has."""
+
+import functools
+
+import pytest
+
+from jaxinfer.compiled.cpu_library import cpu_library
+from jaxinfer.disk_cache import KeptFiles, cache_folder
+from jaxinfer.disk_cache.processor import cpu_fields
+from jaxinfer.pallas_kernels.cpu.build import (
+    LEVELS,
+    BuildError,
+    build,
+    build_digest,
+    find_compiler,
+    handlers,
+    levels_of,
+)
+from jaxinfer.pallas_kernels.cpu.library import Library, load_library
+
+LEVELS_OF_TESTS = [
+    pytest.param(None, id="this machine's"),
+    *(pytest.param(level, marks=pytest.mark.slow) for level in LEVELS),
+]
+"""Parameters of tests: instruction sets; None: the best that the CPU has."""
+
+
+@functools.cache
+def library_of(level: str | None) -> Library:
+    """Return the library for a level, compiled once for all workers; skip the test if it cannot run here."""
+    if level is None:
+        if (library := cpu_library()) is None:
+            pytest.skip("there is no library of CPU kernels here")
+        return library
+    flags = cpu_fields().get("flags", "").split()
+    if level not in levels_of(flags):
+        pytest.skip(f"this CPU has no {level}")
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    if not compiler.accepts(level):
+        pytest.skip(f"the compiler knows no {level}")
+    library = Library(digest=build_digest(compiler, level, flags), level=level, functions=handlers())
+    files = KeptFiles(cache_folder() / "levels", max_bytes=256 << 20)
+    with files.locked(seconds=300):
+        if (content := files.get(library.digest)) is None:
+            content = build(compiler, level, seconds=200)
+            files.write(library.digest, content)
+    load_library(library, content)
+    return library

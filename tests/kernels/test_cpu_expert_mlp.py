@@ -1,0 +1,100 @@
+"""An MLP of experts in C++ against its definition, for each instruction set that this CPU has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.pallas_kernels import Weights
+from jaxinfer.pallas_kernels.cpu.library import use_library
+from jaxinfer.pallas_kernels.dispatch import recorded_implementations
+from jaxinfer.pallas_kernels.moe import cpu, expert_mlp, top_k_gating
+from jaxinfer.pallas_kernels.moe import reference as plain
+from jaxinfer.pallas_kernels.target import UnsupportedError
+from jaxinfer.pallas_kernels.weights import quantize
+from tests.kernels.cpu_levels import LEVELS_OF_TESTS, library_of
+
+EMBED, HIDDEN = 128, 256
+
+
+@pytest.fixture(params=LEVELS_OF_TESTS)
+def library(request):
+    built = library_of(request.param)
+    with use_library(built):
+        yield built
+
+
+def stack(fmt, experts, outputs, inputs, rng):
+    values = jnp.asarray(rng.normal(size=(experts, outputs, inputs)), jnp.float32)
+    return Weights(values.astype(fmt)) if fmt in ("float32", "bfloat16") else quantize(values, fmt)
+
+
+def arguments(fmt, *, tokens, experts, k, gated=True, bias=False, dtype="float32", logits=None, **rule):
+    rng = np.random.default_rng(tokens)
+    logits = rng.normal(size=(tokens, experts)) if logits is None else logits
+    rows = 2 * HIDDEN if gated else HIDDEN
+    biases = [jnp.asarray(rng.normal(size=(experts, n)), jnp.float32) if bias else None for n in (rows, EMBED)]
+    return (
+        jnp.asarray(rng.normal(size=(tokens, EMBED)), dtype),
+        top_k_gating(jnp.asarray(logits, jnp.float32), k, **rule),
+        stack(fmt, experts, rows, EMBED, rng),
+        stack(fmt, experts, EMBED, HIDDEN, rng),
+        *biases,
+    )
+
+
+def check(args, *, gated=True, tolerance=5e-4, activation="silu"):
+    options = {"activation": activation, "gated": gated}
+    y, exact = (np.asarray(f(*args, **options), np.float32) for f in (cpu.expert_mlp, plain.expert_mlp))
+    assert y.shape == exact.shape
+    np.testing.assert_allclose(y, exact, rtol=0, atol=tolerance * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("fmt", ["float32", "bfloat16", "int8", "int4"])
+def test_experts_of_few_tokens(library, fmt):
+    tolerance = 2e-2 if fmt == "int8" else 5e-4
+    for tokens, experts, k in [(1, 8, 2), (5, 8, 2), (9, 5, 3), (16, 64, 2), (30, 3, 1)]:
+        check(arguments(fmt, tokens=tokens, experts=experts, k=k), tolerance=tolerance)
+    check(arguments(fmt, tokens=3, experts=4, k=2, bias=True, dtype="bfloat16"), tolerance=3e-2)
+    check(arguments(fmt, tokens=3, experts=4, k=2, gated=False), gated=False, tolerance=tolerance)
+
+
+def test_all_tokens_to_one_expert(library):
+    logits = np.zeros((32, 8))
+    logits[:, 3] = 5.0
+    check(arguments("float32", tokens=32, experts=8, k=1, logits=logits))
+
+
+def test_choices_that_are_dropped(library):
+    logits = np.zeros((12, 4))
+    logits[:, 1] = 5.0
+    args = arguments("float32", tokens=12, experts=4, k=1, logits=logits, capacity=2)
+    check(args)
+    y = np.asarray(cpu.expert_mlp(*args, activation="silu", gated=True))
+    assert (y[2:] == 0).all()
+    assert (y[:2] != 0).any()
+
+
+def test_padding_is_not_computed(library):
+    valid = jnp.asarray([True, False, True, False])
+    args = arguments("float32", tokens=4, experts=4, k=2, valid=valid)
+    args = (args[0].at[1].set(jnp.nan), *args[1:])
+    y = np.asarray(cpu.expert_mlp(*args, activation="silu", gated=True))
+    assert np.isfinite(y).all()
+    assert (y[1] == 0).all()
+    assert (y[0] != 0).any()
+    nobody = arguments("float32", tokens=4, experts=4, k=2, valid=jnp.zeros(4, bool))
+    assert (np.asarray(cpu.expert_mlp(*nobody, activation="silu", gated=True)) == 0).all()
+
+
+def test_operation_runs_it_for_few_rows_of_an_expert(library):
+    def implementation(tokens):
+        args = arguments("float32", tokens=tokens, experts=2, k=1)
+        with recorded_implementations() as used:
+            jax.eval_shape(lambda *args: expert_mlp(*args, activation="silu", gated=True), *args)
+        return next(iter(used["expert_mlp"])).name
+
+    assert implementation(64) == "ffi"
+    assert implementation(1000) == "composed"
+    with pytest.raises(UnsupportedError, match=r"more than \d+ rows of an expert, got 1000 of 2"):
+        cpu.expert_mlp(*arguments("float32", tokens=1000, experts=2, k=1), activation="silu", gated=True)

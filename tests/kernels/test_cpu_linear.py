@@ -1,0 +1,176 @@
+"""Linear layers in C++ against their definition, for each instruction set that this CPU has."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.pallas_kernels import Weights, linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels.cpu.library import use_library
+from jaxinfer.pallas_kernels.dispatch import recorded_implementations
+from jaxinfer.pallas_kernels.linear import cpu
+from jaxinfer.pallas_kernels.linear import reference as plain
+from jaxinfer.pallas_kernels.target import UnsupportedError
+from jaxinfer.pallas_kernels.weights import quantize
+from tests.kernels.cpu_levels import LEVELS_OF_TESTS, library_of
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+SHAPES = [(128, 16), (384, 33), (1024, 62), (1000, 50), (17, 4), (1, 2), (130, 7)]
+"""Inputs and outputs: of whole vectors, and of parts of one."""
+TOLERANCES = {"float32": 3e-5, "bfloat16": 3e-5, "int8": 2e-4, "int4": 5e-4}
+"""Of the largest result. Rows for int4 are in 16 bits; of int8 a tie may round the other way, in whole levels."""
+
+
+@pytest.fixture(params=LEVELS_OF_TESTS)
+def library(request):
+    built = library_of(request.param)
+    with use_library(built):
+        yield built
+
+
+def matrix(fmt, outputs, inputs, rng):
+    values = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
+    if fmt in ("float32", "bfloat16"):
+        return Weights(values.astype(fmt))
+    return quantize(values, fmt)
+
+
+def check(actual, expected, tolerance):
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(np.abs(expected).max(), 1e-6))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_of_awkward_shapes(library, fmt):
+    rng = np.random.default_rng(0)
+    for inputs, outputs in SHAPES:
+        if fmt == "int4" and inputs % 128:
+            continue
+        weights = matrix(fmt, outputs, inputs, rng)
+        for rows in (1, 2, 3, 4, 5, 8, 13, 32):
+            x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32)
+            bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
+            check(cpu.linear(x, weights, bias), plain.linear(x, weights, bias), TOLERANCES[fmt])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_comes_before_and_after_the_product(library, fmt, dtype):
+    rng = np.random.default_rng(1)
+    inputs, outputs, tolerance = 256, 34, 1e-2 if dtype == "bfloat16" or fmt == "int8" else TOLERANCES[fmt]
+    weights = matrix(fmt, outputs, inputs, rng)
+    scale, shift = (jnp.asarray(rng.normal(size=inputs), jnp.float32) for _ in range(2))
+    bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
+    for rows in (1, 6):
+        x = jnp.asarray(3 + rng.normal(size=(rows, inputs)), dtype)
+        residual = jnp.asarray(rng.normal(size=(rows, outputs)), dtype)
+        check(
+            cpu.linear_residual(x, weights, residual, bias),
+            plain.linear_residual(x, weights, residual, bias),
+            tolerance,
+        )
+        for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
+            for gated in (False, True):
+                args, options = (
+                    (x, scale, shift, weights, bias),
+                    {"eps": 1e-5, "activation": activation, "gated": gated},
+                )
+                check(cpu.norm_linear(*args, **options), plain.norm_linear(*args, **options), tolerance)
+        rms = (x, scale, None, weights, None)
+        check(cpu.norm_linear(*rms, eps=1e-6), plain.norm_linear(*rms, eps=1e-6), tolerance)
+
+
+def test_int8_at_its_ends_does_not_saturate(library):
+    """All products are +-127 * 127: their sums of two do not fit into 16 bits if one factor is unsigned."""
+    signs = jnp.asarray(np.random.default_rng(2).choice([-1, 1], (8, 640)), jnp.int8)
+    weights = Weights(127 * signs, jnp.ones(8, jnp.float32))
+    for x in (jnp.ones((3, 640)), -jnp.ones((3, 640)), signs[:3].astype(jnp.float32)):
+        exact = np.asarray(x, np.int64) @ np.asarray(127 * signs, np.int64).T
+        np.testing.assert_allclose(cpu.linear(x, weights), exact, rtol=1e-6)
+
+
+def test_smallest_int8_weight(library):
+    """No quantisation of ours makes -128, but a file may have it."""
+    weights = Weights(jnp.full((5, 64), -128, jnp.int8), jnp.ones(5, jnp.float32))
+    np.testing.assert_allclose(cpu.linear(jnp.ones((1, 64)), weights), np.full((1, 5), -128 * 64.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_one_far_value_leaves_the_others_of_its_group(library, fmt):
+    """int4 rows have a scale a group: a far value takes the precision of 127 others, not of the row."""
+    rng = np.random.default_rng(3)
+    weights = matrix(fmt, 16, 512, rng)
+    x = jnp.asarray(rng.normal(size=(2, 512)), jnp.float32).at[:, 5].set(3e4)
+    y, exact = np.asarray(cpu.linear(x, weights)), np.asarray(plain.linear(x, weights))
+    check(y, exact, TOLERANCES[fmt])
+    if fmt == "int4":
+        rest = x.at[:, :128].set(0)  # the same bits of the other groups
+        check(cpu.linear(rest, weights), plain.linear(rest, weights), TOLERANCES[fmt])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_not_finite_stays_in_its_row(library, fmt, bad):
+    rng = np.random.default_rng(4)
+    weights = matrix(fmt, 20, 256, rng)
+    x = jnp.asarray(rng.normal(size=(5, 256)), jnp.float32)
+    y, clean = np.asarray(cpu.linear(x.at[2, 7].set(bad), weights)), np.asarray(cpu.linear(x, weights))
+    assert not np.isfinite(y[2]).any()
+    np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_row_does_not_depend_on_where_it_stands(library, fmt):
+    """Several rows are computed alike; one alone may round differently, as it has sums of its own."""
+    rng = np.random.default_rng(5)
+    weights = matrix(fmt, 24, 384, rng)
+    x = jnp.asarray(rng.normal(size=(32, 384)), jnp.float32)
+    alone = np.concatenate([cpu.linear(x[i : i + 1], weights) for i in range(32)])
+    together = np.asarray(cpu.linear(x, weights))
+    check(together, alone, 1e-6)
+    np.testing.assert_array_equal(together, cpu.linear(x, weights))
+
+
+def test_activations_over_their_range(library):
+    values = jnp.concatenate([jnp.linspace(-120, 120, 4001), jnp.asarray([0.0, -0.0, 1e-30, -1e-30, 88.7, -88.7])])
+    nothing = Weights(jnp.zeros((len(values), 1), jnp.float32))  # so that the biases are what is activated
+    args = jnp.ones((1, 1)), jnp.ones(1), None, nothing, values
+    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+        options = {"eps": 0.0, "activation": activation}
+        np.testing.assert_allclose(
+            cpu.norm_linear(*args, **options), plain.norm_linear(*args, **options), rtol=1e-5, atol=3e-6
+        )
+
+
+def test_operations_run_it_within_its_limits(library):
+    rng = np.random.default_rng(6)
+    weights = matrix("float32", 8, 64, rng)
+
+    def implementation(operation, *args, **options):
+        with recorded_implementations() as used:
+            jax.eval_shape(functools.partial(operation, **options), *args)
+        return next(iter(next(iter(used.values())))).name
+
+    few, many = jnp.ones((32, 64)), jnp.ones((1000, 64))
+    scale = jnp.ones(64)
+    assert implementation(small_batch_linear, few, weights) == "ffi"
+    assert implementation(norm_linear, few, scale, None, weights, eps=1e-5) == "ffi"
+    assert implementation(linear_residual, few, weights, jnp.ones((32, 8))) == "ffi"
+    assert implementation(small_batch_linear, many, weights) == "composed"
+    assert implementation(small_batch_linear, few.astype(jnp.float16), weights) == "composed"
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "message"),
+    [
+        (jnp.ones((1, 64), jnp.float16), Weights(jnp.ones((8, 64))), "x must be float32 or bfloat16, got float16"),
+        (jnp.ones((1, 64)), Weights(jnp.ones((8, 64), jnp.float16)), "weights must be .*, got float16"),
+        (jnp.ones((0, 64)), Weights(jnp.ones((8, 64))), "nothing to multiply"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(library, x, weights, message):
+    with pytest.raises(UnsupportedError, match=message):
+        cpu.linear(x, weights)
