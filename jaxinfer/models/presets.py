@@ -173,6 +173,19 @@ PRESETS: dict[str, DecoderConfig] = {
     "gpt-moe-349b": _gpt_moe(embed=4096, layers=40, heads=32),
     "gpt-moe-1t": _gpt_moe(embed=8000, layers=32, heads=125),
     "gpt-moe-2t": _gpt_moe(embed=8192, layers=58, heads=64),
+    "llama3.2-1b": dataclasses.replace(
+        _llama(
+            vocab=128_256,
+            embed=2048,
+            layers=16,
+            heads=32,
+            kv_heads=8,
+            hidden=8192,
+            context=131_072,
+            theta=500_000.0,
+        ),
+        tied=True,
+    ),
     "llama3-8b": _llama(
         vocab=128_256,
         embed=4096,
