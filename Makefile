@@ -80,6 +80,7 @@ clean:
 
 # The engines that benchmarks compare with, in an interpreter of their own: PyTorch's CPU build may exist for one Python only.
 .venv-peers/pyvenv.cfg: PYTHON := $(or $(PEERS_PYTHON),$(PYTHON))
-.venv-peers/.peers: .venv-peers/pyvenv.cfg benchmarks/peers/requirements.txt
+.venv-peers/.peers: .venv-peers/pyvenv.cfg benchmarks/peers/requirements.txt benchmarks/peers/optional.txt
 	@./pip-install .venv-peers -r benchmarks/peers/requirements.txt
+	@./pip-install .venv-peers -r benchmarks/peers/optional.txt || echo "Benchmarks leave out what is optional."
 	@touch $@

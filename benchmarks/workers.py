@@ -23,6 +23,7 @@ Engines = Mapping[tuple[str, str], tuple[str, ...]]
 ENGINES: Engines = {
     ("jaxinfer", "float32"): (OUR_SCRIPT, "jaxinfer"),
     ("jaxinfer", "int8"): (OUR_SCRIPT, "jaxinfer"),
+    ("jaxinfer", "int4"): (OUR_SCRIPT, "jaxinfer"),
     ("jaxinfer", "bfloat16"): (OUR_SCRIPT, "jaxinfer"),
     ("ctranslate2", "float32"): ("run_ctranslate2.py", "ct2-float32"),
     ("ctranslate2", "int8"): ("run_ctranslate2.py", "ct2-int8"),
@@ -32,6 +33,22 @@ ENGINES: Engines = {
     ("transformers", "float32"): ("run_transformers.py", "hf"),
     ("transformers", "bfloat16"): ("run_transformers.py", "hf"),
 }
+INT4_ENGINES: Engines = {
+    ("llama.cpp q4_0", "int4"): ("run_llama_cpp.py", "q4_0.gguf"),
+    ("llama.cpp q4_K", "int4"): ("run_llama_cpp.py", "q4_K.gguf"),
+}
+"""Further ones for `benchmarks.cpu_decode`; `QUANTISED` has their files."""
+IK_MODULE = "ik_llama_cpp"
+IK_ENGINES: Engines = {
+    ("ik_llama.cpp", "float32"): ("run_ik_llama_cpp.py", "f32.gguf"),
+    ("ik_llama.cpp", "int8"): ("run_ik_llama_cpp.py", "q8_0.gguf"),
+    ("ik_llama.cpp", "bfloat16"): ("run_ik_llama_cpp.py", "bf16.gguf"),
+    ("ik_llama.cpp q4_0", "int4"): ("run_ik_llama_cpp.py", "q4_0.gguf"),
+    ("ik_llama.cpp q4_K", "int4"): ("run_ik_llama_cpp.py", "q4_K.gguf"),
+}
+"""Those of a package that is not there on every machine (`peers/optional.txt`)."""
+QUANTISED = ("q4_0", "q4_K")
+"""Types that llama.cpp itself writes, from f32.gguf."""
 
 
 REMEDY = (
@@ -41,7 +58,7 @@ REMEDY = (
 
 
 OWN_MODEL = "llama-213m"
-MODELS = {OWN_MODEL: "2.7 GB", "qwen3-0.6b": "10 GB", "gemma3-1b": "16 GB"}
+MODELS = {OWN_MODEL: "3 GB", "qwen3-0.6b": "11 GB", "gemma3-1b": "17 GB"}
 """The presets that engines are compared with, in random weights, and what all formats take on disk."""
 MOE_MODEL = "qwen3-moe-690m"
 """A small Qwen3-MoE of random weights; it takes 9 GB on disk in all formats."""
@@ -146,11 +163,15 @@ def find_peers(given: Path | None, modules: tuple[str, ...] = LANGUAGE_MODULES) 
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
     if not python.exists():
         raise EngineError(f"No interpreter at {python}: {REMEDY}")
-    code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
-    missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    if missing:
+    if missing := missing_modules(python, modules):
         raise EngineError(f"{python} lacks {', '.join(missing)}: {REMEDY}")
     return python
+
+
+def missing_modules(python: Path, modules: tuple[str, ...]) -> list[str]:
+    """Return the modules that an interpreter lacks."""
+    code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 def make_models(folder: Path, peer_python: Path, model: str = OWN_MODEL) -> None:
@@ -170,6 +191,16 @@ def make_models(folder: Path, peer_python: Path, model: str = OWN_MODEL) -> None
     if not (folder / "jaxinfer").exists():
         command = [JAXINFER, "convert", folder / "hf", folder / "jaxinfer"]
         subprocess.run(command, check=True)
+
+
+def quantise_models(folder: Path, peer_python: Path) -> None:
+    """Write the files of `INT4_ENGINES` unless they exist. Raises EngineError if llama.cpp fails."""
+    types = [type_ for type_ in QUANTISED if not (folder / f"{type_}.gguf").exists()]
+    if types:
+        print(f"Quantising to {', '.join(types)} in {folder}", flush=True)
+        command = [peer_python, PEERS / "quantise_gguf.py", folder / "f32.gguf", *types]
+        if status := subprocess.run(command).returncode:
+            raise EngineError(f"llama.cpp could not quantise the model (status {status}; see above): {REMEDY}")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {
     "grimp": "import-linter",
     "huggingface_hub": "huggingface-hub",
+    "ik_llama_cpp": "ik-llama-cpp-python",
     "llama_cpp": "llama-cpp-python",
     "markdown_it": "markdown-it-py",
     "ml_dtypes": "ml-dtypes",
@@ -104,7 +105,9 @@ def undeclared(files: Iterator[Path], names: set[str]) -> dict[str, set[str]]:
 
 
 def test_what_is_imported_is_declared():
-    peers = {name_of(line) for line in (ROOT / "benchmarks/peers/requirements.txt").read_text().splitlines()[1:]}
+    files = (ROOT / "benchmarks/peers" / name for name in ("requirements.txt", "optional.txt"))
+    lines = "".join(file.read_text() for file in files)
+    peers = {name_of(line) for line in lines.splitlines() if not line.startswith("#")}
     assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench"))
     assert not undeclared(python_files("examples"), declared("all"))
     assert not undeclared(python_files("benchmarks"), declared("all") | peers)

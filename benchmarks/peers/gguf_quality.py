@@ -6,7 +6,6 @@ window; a line is printed for each type: its bits.
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
-import ctypes
 import json
 import math
 import pathlib
@@ -14,21 +13,21 @@ import sys
 
 import llama_cpp
 import numpy as np
+from quantise_gguf import quantise
 from run_llama_cpp import Context, log_errors
 
 TYPES = {"F32": "ALL_F32", "Q8_0": "MOSTLY_Q8_0", "Q4_K": "MOSTLY_Q4_K_M"}
 THREADS = 2
 
 
-def quantise(source, target, type_):
+def write(source, target, type_):
     """Write a file of a type. Rows that have no whole blocks of Q4_K are in Q8_0."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{TYPES[type_]}"), THREADS
     if type_ == "Q4_K":
         rows = llama_cpp.llama_model_tensor_override(b"ffn_down", llama_cpp.GGML_TYPE_Q8_0)
         params.tt_overrides = (llama_cpp.llama_model_tensor_override * 2)(rows, (None, 0))
-    if code := llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
-        raise RuntimeError(f"llama.cpp could not quantise {source} as {type_}: {code}.")
+    quantise(pathlib.Path(source), target, params)
 
 
 def bits(file, windows):
@@ -60,7 +59,7 @@ def main(source, windows, types):
     windows = json.loads(pathlib.Path(windows).read_text())
     for type_ in types:
         target = pathlib.Path(source).with_name(f"{type_}.gguf")
-        quantise(source, target, type_)
+        write(source, target, type_)
         version = f"llama-cpp-python {llama_cpp.__version__}"
         print(json.dumps({"type": type_, "bits": float(bits(target, windows)), "version": version}), flush=True)
 

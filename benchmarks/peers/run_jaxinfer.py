@@ -1,13 +1,22 @@
-"""Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS`."""
+"""Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS [MAX_BATCH CONTEXT]`.
+
+With MAX_BATCH and CONTEXT it can take prompts for computed (`remember`), which prefix caching is for.
+"""
 
 import functools
 import sys
 import time
 from typing import ClassVar
 
+import jax
 from worker import serve
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.generation.engine.scheduler import DecoderScheduler
+
+QUANTISED = ("int8", "int4")
+OUTPUT = 512  # tokens that a request may have
+ROOT = ("root", None)  # what a prompt without an adapter begins with in the tree of cached prefixes
 
 
 class Jaxinfer:
@@ -16,19 +25,21 @@ class Jaxinfer:
     version = "jaxinfer"
     ways: ClassVar = [{"batch": 64}]
 
-    def __init__(self, folder, dtype, *, int8):
+    def __init__(self, folder, dtype, max_batch=8, context=1024, *, prefix_caching=False):
+        quantize = dtype if dtype in QUANTISED else None
+
         def load(max_batch, context):
             # Rounds repeat their prompts: with prefix caching all but the first round would find them cached.
-            options = {"max_batch": max_batch, "context": context, "prefix_caching": False}
-            return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, **options)
+            options = {"max_batch": max_batch, "context": context, "prefix_caching": prefix_caching}
+            return LLM(folder, dtype="float32" if quantize else dtype, quantize=quantize, **options)
 
-        self.load, self.wide = load, {}
+        self.load, self.sizes, self.wide = load, (max_batch, context), {}
         self.running = []
 
     @functools.cached_property
     def llm(self):
         """The model for all figures but throughput."""
-        return self.load(8, 1024)
+        return self.load(*self.sizes)
 
     @property
     def engine(self):
@@ -57,15 +68,35 @@ class Jaxinfer:
         return seconds
 
     def decode(self, prompts, steps):
-        if len(self.running) != len(prompts):
+        length = len(prompts[0])
+        if len(self.running) != len(prompts) or self.running[0].num_prompt_tokens != length:
             self._stop(self.running)
-            self.running = self._start(prompts, 512)
+            self.running = self._start(prompts, OUTPUT)
             while any(len(s.token_ids) == s.num_prompt_tokens for s in self.running):
                 self.engine.step()
         produced, start = len(self.running[0].token_ids), time.perf_counter()
         while len(self.running[0].token_ids) < produced + steps:
             self.engine.step(steps)
         return (time.perf_counter() - start) / (len(self.running[0].token_ids) - produced)
+
+    def trace(self, prompts, steps, folder):
+        """Decode under JAX's profiler, which writes into the folder."""
+        with jax.profiler.trace(folder):
+            self.decode(prompts, steps)
+
+    def remember(self, prompt):
+        """Have the engine find the prompt in its cache, as if it were computed: its keys and values are all 0.
+
+        Decoding after it reads as much as after a prefill.
+        """
+        scheduler = self.engine.scheduler
+        assert isinstance(scheduler, DecoderScheduler)
+        pool, node = scheduler.pages, ROOT
+        size = pool.page_size
+        pages = pool.allocate(len(prompt) // size)
+        for index, page in enumerate(pages):
+            node = pool.insert(node, prompt[index * size : (index + 1) * size], page)
+        pool.release(pages)
 
     def greedy(self, prompt, count):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
@@ -81,6 +112,9 @@ class Jaxinfer:
         return [output.outputs[0].token_ids for output in self.wide[batch].generate(prompts, params)]
 
 
+def main(folder, dtype, threads, *sizes):
+    serve(lambda: Jaxinfer(folder, dtype, *map(int, sizes), prefix_caching=bool(sizes)))
+
+
 if __name__ == "__main__":
-    kind = sys.argv[2]
-    serve(lambda: Jaxinfer(sys.argv[1], "float32" if kind == "int8" else kind, int8=kind == "int8"))
+    main(*sys.argv[1:])

@@ -3,15 +3,12 @@
 # pyright: reportMissingImports=false
 
 import sys
-import time
 from typing import ClassVar
 
 import llama_cpp
-import numpy as np
+from llama_family import BATCH_TOKENS, CONTEXT, MAX_SEQUENCES, BaseContext, LlamaFamily, probe, repacking_works
 from worker import serve
 
-MAX_SEQUENCES, CONTEXT = 8, 1024
-BATCH_TOKENS = 512  # per llama_decode
 ERROR = 4  # one of llama.cpp's log levels
 
 
@@ -22,7 +19,7 @@ def log_errors(level, text, _):
         sys.stderr.write(text.decode())
 
 
-class Context:
+class Context(BaseContext):
     """A llama_context and its batch.
 
     `unified`: whether the sequences share one cache of `tokens`; otherwise each has an equal part of it.
@@ -35,36 +32,11 @@ class Context:
         params.n_threads = params.n_threads_batch = threads
         # The cache of every engine has the type of its activations.
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
-        self.context = llama_cpp.llama_init_from_model(model, params)
-        if not self.context:
+        context = llama_cpp.llama_init_from_model(model, params)
+        if not context:
             raise RuntimeError(f"llama.cpp could not create a context of {tokens} tokens.")
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
-        self.memory = llama_cpp.llama_get_memory(self.context)
-
-    def decode(self, entries):
-        """Decode entries of (token, position, sequence, wants logits)."""
-        batch = self.batch
-        batch.n_tokens = len(entries)
-        for i, (token, position, sequence, logits) in enumerate(entries):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, logits
-            batch.seq_id[i][0] = sequence
-        if code := llama_cpp.llama_decode(self.context, batch):
-            raise RuntimeError(f"llama_decode failed with {code}.")
-
-    def run(self, entries):
-        """Decode entries, and return the greedy tokens of those that want logits."""
-        self.decode(entries)
-        rows = [i for i, entry in enumerate(entries) if entry[3]]
-        return [
-            int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (self.vocab,)).argmax())
-            for i in rows
-        ]
-
-    def start(self, prompt, sequence):
-        """Run a prompt and return its first new token."""
-        last = len(prompt) - 1
-        return self.run([(token, i, sequence, i == last) for i, token in enumerate(prompt)])[0]
+        super().__init__(llama_cpp, context, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
+        self.memory = llama_cpp.llama_get_memory(context)
 
     def clear(self):
         llama_cpp.llama_memory_clear(self.memory, True)
@@ -92,54 +64,26 @@ class Request:
         return [(token, at, sequence, at >= last) for at, token in enumerate(ids, first)]
 
 
-class LlamaCpp:
-    """One context with eight sequences, each with its own cache; greedy from the logits."""
+class LlamaCpp(LlamaFamily):
+    """llama.cpp with its own layout of the weights where that runs.
 
-    version = f"llama-cpp-python {llama_cpp.__version__}"
+    On a CPU with AMX llama-cpp-python 0.3.36 crashes with it, unless it is built without (requirements.txt).
+    """
+
     ways: ClassVar = [{"batch": batch} for batch in (64, 32, 16)]
 
-    def __init__(self, file, dtype, threads):
+    def __init__(self, file, threads, *, repack):
         llama_cpp.llama_log_set(log_errors, None)
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
-        # llama-cpp-python 0.3.36 crashes on a CPU with AMX when it repacks q8_0 weights: leave them as they are.
-        options.use_extra_bufts = dtype != "int8"
+        options.use_extra_bufts = repack
+        self.version = f"llama-cpp-python {llama_cpp.__version__}{'' if repack else ', weights as stored'}"
         self.model, self.threads = llama_cpp.llama_model_load_from_file(file.encode(), options), threads
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {file}.")
-        self.context = Context(
-            self.model, threads, sequences=MAX_SEQUENCES, tokens=MAX_SEQUENCES * CONTEXT, unified=False
-        )
-        self.running, self.length, self.last = 0, 0, []
+        tokens = MAX_SEQUENCES * CONTEXT
+        super().__init__(Context(self.model, threads, sequences=MAX_SEQUENCES, tokens=tokens, unified=False))
         self.pools = {}
-
-    def _clear(self):
-        self.context.clear()
-        self.running = 0
-
-    def prefill(self, prompt):
-        self._clear()
-        start = time.perf_counter()
-        self.context.start(prompt, 0)
-        return time.perf_counter() - start
-
-    def decode(self, prompts, steps):
-        if self.running != len(prompts):
-            self._clear()
-            self.last = [self.context.start(prompt, sequence) for sequence, prompt in enumerate(prompts)]
-            self.running, self.length = len(prompts), len(prompts[0])
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.last = self.context.run([(token, self.length, s, True) for s, token in enumerate(self.last)])
-            self.length += 1
-        return (time.perf_counter() - start) / steps
-
-    def greedy(self, prompt, count):
-        self._clear()
-        tokens = [self.context.start(prompt, 0)]
-        while len(tokens) < count:
-            tokens += self.context.run([(tokens[-1], len(prompt) + len(tokens) - 1, 0, True)])
-        return tokens
 
     def throughput(self, prompts, outputs, watch, *, batch):
         """Batch continuously as llama-server does: newest tokens first, then prompts while the batch has room.
@@ -185,5 +129,13 @@ class LlamaCpp:
         return self.pools[batch, longest]
 
 
+def main(file, dtype, threads, *probing):
+    if probing:
+        probe(LlamaCpp(file, int(threads), repack=True))
+    else:
+        repack = repacking_works(__file__, file, dtype, threads)
+        serve(lambda: LlamaCpp(file, int(threads), repack=repack))
+
+
 if __name__ == "__main__":
-    serve(lambda: LlamaCpp(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    main(*sys.argv[1:])

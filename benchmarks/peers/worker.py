@@ -8,6 +8,10 @@ Runs in the peers' interpreter, so it imports only the standard library. Request
   {"do": "throughput", "prompts": [[...]], "outputs": [64], "way": {...}, "limit": null} -> {"seconds": s, "tokens":
       [[...]]}: all prompts at once, greedy, each to its own number of output tokens; `way` is one of the engine's
       `ways`. A run that takes longer than `limit` seconds may be stopped, and is answered without tokens.
+  {"do": "remember", "tokens": 8192} -> {}: ours alone: the engine takes a prompt for computed, so that the next decode
+      does not compute it
+  {"do": "trace", "folder": "...", "batch": 8, "context": 384, "steps": 16} -> {}: ours alone: a decode that the
+      profiler of JAX records
 
 Before the first request it writes {"version": "...", "ways": [...]}.
 """
@@ -109,6 +113,12 @@ def serve(load) -> None:
             answer(seconds=engine.prefill(prompts(1, request["tokens"])[0]))
         elif request["do"] == "decode":
             answer(seconds=engine.decode(prompts(request["batch"], request["context"]), request["steps"]))
+        elif request["do"] == "remember":
+            engine.remember(prompts(1, request["tokens"])[0])
+            answer()
+        elif request["do"] == "trace":
+            engine.trace(prompts(request["batch"], request["context"]), request["steps"], request["folder"])
+            answer()
         elif request["do"] == "throughput":
             answer(**timed_throughput(engine, request))
         else:
