@@ -2,5 +2,5 @@
 
 `python -m benchmarks.NAME [--quick] [--json FILE]` measures, prints a table of its checks, and writes a result in the
 format of `report.py`. Other engines run in their own processes and their own interpreter (`peers/`, `make peers`).
-Start at `cpu_decode.py`.
+Start at `cpu_decode/`.
 """

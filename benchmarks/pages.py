@@ -34,9 +34,22 @@ CHECKS = {
     "decode_fp32_b1_vs_best_peer": "float32 decode, batch 1, against the best peer",
     "decode_fp32_b1_vs_hf": "float32 decode, batch 1, against transformers",
     "decode_fp32_b8_vs_best_peer": "float32 decode, batch 8, against the best peer",
+    "decode_int8_b1_vs_best_peer": "int8 decode, batch 1, against the best peer",
     "decode_int8_b1_vs_ctranslate2": "int8 decode, batch 1, against CTranslate2",
+    "decode_int8_b8_vs_best_peer": "int8 decode, batch 8, against the best peer",
+    "decode_int4_b1_vs_best_peer": "int4 decode, batch 1, against the best peer in q4_0 and q4_K",
+    "worst_decode_cell_vs_best_peer": "the worst of all decode figures above against the best peer",
     "prefill_vs_best_peer": "float32 prefill against the best peer",
+    "prefill_int8_vs_best_peer": "int8 prefill against the best peer",
     "decode_fp32_b1_of_read_bandwidth": "float32 decode, batch 1, of the read bandwidth",
+    "decode_fp32_b1_of_step_bandwidth": "1B parameters, float32, batch 1: all that a step reads, of the read bandwidth",
+    "decode_int8_b1_of_step_bandwidth": "the same in int8",
+    "decode_int4_b1_of_step_bandwidth": "the same in int4",
+    "decode_8k_of_bandwidth": "the same in float32 with 8192 tokens of context",
+    "products_fp32_of_bandwidth": "1B parameters, float32, one row: the products alone, of the read bandwidth",
+    "products_int8_of_bandwidth": "the same in int8",
+    "products_int4_of_bandwidth": "the same in int4",
+    "moe_b1_vs_dense_active": "decode step of 64 experts top-2 at batch 1, of a dense model of the active size",
     "host_overhead_ms": "host overhead of a decode step, 12 layers",
     "demo_warm_start_s": "demo, warm cache: a whole `jaxinfer generate` of 16 tokens",
     "throughput_vs_best_peer": "throughput against the best peer",
@@ -132,8 +145,20 @@ def engine_name(engine: str) -> str:
 
 
 def decode_section(result: Result) -> list[str]:
+    """Write the milliseconds of every engine, if measured, what decode steps read, and the checks."""
+    kernels = next((row for row in result["rows"] if row["figure"] == "CPU kernels"), None)
+    paragraphs = [*_engines_of(result), *_reading_of(result["rows"]), checks_table(result)]
+    if kernels is not None:
+        level = kernels.get("level")
+        paragraphs[0] += f" CPU kernels: {f'a library for {level}' if level else 'none, XLA runs alone'}."
+    return paragraphs
+
+
+def _engines_of(result: Result) -> list[str]:
     """Write the milliseconds of every engine: a column per figure, the best of a dtype in bold."""
     rows = [row for row in result["rows"] if "ms" in row]
+    if not rows:
+        return ["Decoding on a CPU, without other engines."]
     figures = list(dict.fromkeys(row["figure"] for row in rows))
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -144,14 +169,45 @@ def decode_section(result: Result) -> list[str]:
         for index, engine in enumerate(engines):
             cells = [columns[figure][index] if figure in columns else "" for figure in figures]
             lines.append([engine_name(engine), dtype, *cells])
-    rounds = next(row["rounds"] for row in result["rows"] if row["figure"] == "settings")
-    model = next(row.get("model", OWN_MODEL) for row in result["rows"] if row["figure"] == "settings")
+    settings = next(row for row in result["rows"] if row["figure"] == "settings")
+    model = settings.get("model", OWN_MODEL)
     shape = "" if model == OWN_MODEL else f", the shape of {model} in random weights"
     return [
-        f"One request or batch{shape}: milliseconds of a prefill and of a decode step, medians of {rounds} rounds in "
-        "turn.",
+        f"One request or batch{shape}: milliseconds of a prefill and of a decode step, medians of {settings['rounds']} "
+        "rounds in turn.",
         table(["engine", "dtype", *figures], lines),
-        checks_table(result),
+    ]
+
+
+def _reading_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Write what whole decode steps read, and products alone, if they were measured."""
+    bandwidth = max((row["gb_per_s"] for row in rows if row["figure"] == "read bandwidth"), default=None)
+    if bandwidth is None:
+        return []
+    steps = [
+        [row["model"], row["dtype"], "a step", str(row["context"]), f"{row['step_ms']:.1f}", row["gb"] / row["step_ms"]]
+        for row in rows
+        if row["figure"] == "whole step"
+    ]
+    products = [
+        [
+            row["model"],
+            row["dtype"],
+            f"products, {row['rows']} {'row' if row['rows'] == 1 else 'rows'}",
+            "",
+            f"{row['step_ms']:.1f}",
+            row["gb_per_s"] / 1e3,
+        ]
+        for row in rows
+        if row["figure"] == "products"
+    ]
+    if not steps and not products:
+        return []
+    lines = [[*cells, f"{1e3 * rate:.1f}", f"{1e3 * rate / bandwidth:.2f}"] for *cells, rate in steps + products]
+    return [
+        f"Reading at batch 1: weights with their scales, and the KV cache of all layers; of {bandwidth:g} GB/s, the "
+        "best that a loop in C++ or XLA read in the run.",
+        table(["model", "dtype", "", "context", "ms", "GB/s", "of the bandwidth"], lines),
     ]
 
 
@@ -411,7 +467,7 @@ def source(command: str, result: Result) -> str:
         if row.get("commit", result["commit"]) != result["commit"]:
             others[row["commit"]].append(row["part"])
     text += "".join(f" (but {', '.join(parts)}: commit {short(commit)})" for commit, parts in others.items())
-    peers = [peer for name, peer in result["versions"].items() if " " in peer and name != "python"]
+    peers = dict.fromkeys(peer for name, peer in result["versions"].items() if " " in peer and name != "python")
     versions = ", ".join([f"jax {result['versions']['jax']}", *peers])
     return f"`benchmarks.{command.replace('-', ' --model ', 1)}`, commit {text}, {result['date']}; {versions}."
 

@@ -121,13 +121,18 @@ class Report:
             rich.print(f"Wrote {json_file}")
 
 
-def run_parts(package: str, parts: Iterable[str], args: argparse.Namespace) -> None:
+def run_parts(
+    package: str, parts: Iterable[str], args: argparse.Namespace, *, about: dict[str, Any] | None = None
+) -> None:
     """Measure parts of a benchmark, each by the `run` of its module, and save the result after each of them.
 
-    args: the options, of which `json` names the file.
+    args: the options, of which `json` names the file. about: a row that says what is measured.
     """
     report = Report()
     report.print_header()
+    if about:
+        rich.print(about)
+        report.row(**about)
     for part in parts:
         importlib.import_module(f"{package}.{part}").run(report, args)
         report.row(figure="part", part=part, commit=report.commit)

@@ -14,7 +14,7 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from benchmarks.cpu_decode import read_bandwidth
+from benchmarks.bandwidth import ReadBandwidth
 from benchmarks.report import Report
 from jaxinfer.compiled.options import COMMON, LARGE_WEIGHTS, compiler_options
 from jaxinfer.pallas_kernels import Weights, activate_outputs, small_batch_linear
@@ -200,7 +200,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     for name, count in (("active", 1), ("touched", 8)):
         ratio = max(row["ratio"] for row in rows if row["rows"] == count)
         report.check(f"mlp_vs_dense_{name}", ratio, "x", target=1.5, better="lower")
-    bandwidth = read_bandwidth()
+    bandwidth = ReadBandwidth().measure()
     for row in rows:
         if row["rows"] <= 8:
             fraction = round(row["experts_gb_per_s"] / bandwidth, 3)

@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from benchmarks.cpu_decode import check_agreement, print_rows, take_turns
+from benchmarks.cpu_decode.peers import check_agreement, print_rows, take_turns
+from benchmarks.random_models import save_random
 from benchmarks.report import Report
 from benchmarks.workers import MOE_ENGINES, MOE_MODEL, OUR_SCRIPT, Engines, find_peers, make_models, workers
-from jaxinfer.models import DecoderConfig, TokenRows, WeightFormat
+from jaxinfer.models import DecoderConfig, TokenRows
 from jaxinfer.models import config as c
-from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.text.decoder import Decoder
 
@@ -88,26 +87,15 @@ def make_own(folder: Path) -> dict[str, float]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             made = Path(temporary) / "models"
-            model = Decoder(mixture(), WeightFormat(), rngs=nnx.Rngs(0))
+            model = save_random(made / "mixture", mixture())
             touched = touched_experts(model, ROWS)
-            sizes = {"mixture": mixture(), "active": dense(CHOSEN), "touched": dense(round(touched))}
-            for name, config in sizes.items():
-                print(f"Writing {name} to {folder}", flush=True)
-                if name != "mixture":
-                    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(0))
-                save_model(made / name, model, family="benchmark", tokenizer=_tokenizer())
+            del model
+            for name, config in (("active", dense(CHOSEN)), ("touched", dense(round(touched)))):
+                save_random(made / name, config)
             (made / file.name).write_text(str(touched))
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
     return {"active": CHOSEN, "touched": float(file.read_text())}
-
-
-def _tokenizer() -> dict[str, bytes]:
-    """Return a tokenizer whose tokens are t0, t1, ..."""
-    from tokenizers import Tokenizer, models
-
-    words = models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0")
-    return {"tokenizer.json": Tokenizer(words).to_str().encode()}
 
 
 def against_dense(report: Report, args: argparse.Namespace) -> None:
@@ -125,15 +113,20 @@ def against_dense(report: Report, args: argparse.Namespace) -> None:
         **experts,
     )
     for batch, other in ((1, "active"), (ROWS, "touched")):
-        engines: Engines = {(name, "float32"): (OUR_SCRIPT, name) for name in ("mixture", other)}
-        with workers("float32", folder, Path(sys.executable), args.threads, engines) as processes:
-            request = {"do": "decode", "batch": batch, "context": CONTEXT, "steps": STEPS}
-            rows = take_turns(processes, args.rounds, f"decode batch {batch}", **request)
+        rows = beside_dense(folder, batch, other, args.rounds, args.threads)
         for row in rows:
             report.row(**row)
         ours, theirs = (row["ms"] for row in rows)
         report.check(f"grouped_vs_dense_{other}", ours / theirs, "x", target=1.5, better="lower")
         report.save(args.json)
+
+
+def beside_dense(folder: Path, batch: int, other: str, rounds: int, threads: int) -> list[dict[str, Any]]:
+    """Time decode steps of the mixture and of a dense model in turns; return the rows of both."""
+    engines: Engines = {(name, "float32"): (OUR_SCRIPT, name) for name in ("mixture", other)}
+    with workers("float32", folder, Path(sys.executable), threads, engines) as processes:
+        request = {"do": "decode", "batch": batch, "context": CONTEXT, "steps": STEPS}
+        return take_turns(processes, rounds, f"decode batch {batch}", **request)
 
 
 def against_engines(report: Report, args: argparse.Namespace) -> None:

@@ -1,0 +1,115 @@
+"""The products of a decode step alone: all matrices of a model in one program, through the operations that models call.
+
+    python -m benchmarks.cpu_decode.products MODEL DTYPE ROWS ROUNDS
+
+measures one of them and prints JSON; as a part, it measures all in processes of their own.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.bandwidth import ReadBandwidth
+from benchmarks.cpu_decode.peers import BATCHES, SHORT
+from benchmarks.cpu_decode.step_bytes import QUANTISED
+from benchmarks.cpu_decode.steps import MODEL, TARGETS
+from benchmarks.report import Report
+from benchmarks.workers import run_module
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.compiled.options import LARGE_WEIGHTS, compiler_options
+from jaxinfer.models import DecoderConfig
+from jaxinfer.models.presets import preset
+from jaxinfer.pallas_kernels import Weights, linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels.weights import quantize
+
+TARGET = 0.9
+
+
+class Chain(Sizes):
+    """The program of one number of rows."""
+
+    program = "products"
+
+
+def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
+    """Make the matrices of every layer (qkv, out, gate and up, down), and the head; each has memory of its own."""
+    attention, rng = config.attention, np.random.default_rng(0)
+    width = attention.q_heads * attention.head_dim
+    qkv = attention.kv_heads * (attention.group + 2) * attention.head_dim
+    hidden = config.mlp.hidden
+    shapes = ((qkv, config.embed), (config.embed, width), (2 * hidden, config.embed), (config.embed, hidden))
+
+    def make(shape: tuple[int, int], fmt: str) -> Weights:
+        matrix = jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5)
+        return quantize(matrix, fmt) if fmt in QUANTISED else Weights(matrix.astype(fmt))  # type: ignore[arg-type]
+
+    first = [make(shape, dtype) for shape in shapes]
+    copies = [tuple(jax.tree.map(jnp.copy, tuple(first))) for _ in range(config.layers)]
+    table = "int8" if config.tied and dtype == "int4" else dtype  # as models store it
+    return [*copies, (make((config.vocab, config.embed), table),)]
+
+
+def chain(x: jax.Array, scale: jax.Array, weights: list[tuple[Weights, ...]], *, width: int) -> jax.Array:
+    """Multiply by all of them, each product of what the one before gave: [N, D] -> [N, V]."""
+    *layers, (head,) = weights
+    for qkv, out, gate_up, down in layers:
+        heads = norm_linear(x, scale, None, qkv, eps=1e-5)[:, :width]
+        x = linear_residual(heads, out, x)
+        x = linear_residual(norm_linear(x, scale, None, gate_up, eps=1e-5, activation="silu", gated=True), down, x)
+    return small_batch_linear(x, head)
+
+
+def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
+    """Return the median milliseconds of a call, and the bytes that it reads."""
+    config = preset(model)
+    weights = matrices(config, dtype)
+    x = jnp.ones((rows, config.embed), dtype if dtype == "bfloat16" else "float32")
+    scale = jnp.ones(config.embed, jnp.float32)
+    width = config.attention.q_heads * config.attention.head_dim
+    stored = weights[0][0].weight.dtype
+    spec = ProgramSpec[Chain, None](
+        sizes=Chain,
+        build=lambda static, sizes: functools.partial(chain, width=width),
+        arguments=lambda sizes: (x, scale, weights),
+        reachable=lambda buckets: (Chain(),),
+        compiler_options=lambda sizes: compiler_options("cpu", rows=rows, dtype=stored, weight_bytes=LARGE_WEIGHTS),
+    )
+    program, times = spec.compile(Chain()), []
+    for _ in range(3 + rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(program(x, scale, weights))
+        times.append(1e3 * (time.perf_counter() - start))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    return {"step_ms": round(statistics.median(times[3:]), 2), "bytes": size}
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """Measure every format at batch 1, which is checked, and 8."""
+    bandwidth, rounds = ReadBandwidth(), 5 * args.rounds
+    read: dict[str, float] = {}
+    for dtype in TARGETS:
+        for rows in BATCHES:
+            bandwidth.measure()
+            result = run_module("benchmarks.cpu_decode.products", MODEL, dtype, str(rows), str(rounds))
+            rate = result.pop("bytes") / result["step_ms"] / 1e6
+            report.row(figure="products", model=MODEL, dtype=dtype, rows=rows, **result, gb_per_s=round(rate, 1))
+            print(f"products of {rows} rows, {dtype}: {result['step_ms']} ms, {rate:.1f} GB/s", flush=True)
+            report.save(args.json)
+            if rows == 1:
+                read[dtype] = rate
+    for dtype, rate in read.items():
+        report.check(f"products_{SHORT.get(dtype, dtype)}_of_bandwidth", rate / bandwidth.best, "", target=TARGET)
+    report.row(**bandwidth.row())
+
+
+if __name__ == "__main__":
+    name, kind, *counts = sys.argv[1:]
+    print(json.dumps(measure(name, kind, *map(int, counts))))

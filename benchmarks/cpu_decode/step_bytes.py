@@ -1,0 +1,42 @@
+"""Bytes that a whole decode step has to read: the weights as they are stored, with their scales, and the KV cache."""
+
+import math
+
+from jaxinfer.models import DecoderConfig, WeightFormat
+from jaxinfer.models.leaves import canonical_leaves
+
+QUANTISED = ("int8", "int4")
+
+
+def weight_format(dtype: str) -> WeightFormat:
+    """Return the format of a benchmark's dtype: a quantised model computes in float32."""
+    import jax.numpy as jnp
+
+    if dtype in QUANTISED:
+        return WeightFormat(quantized=dtype)  # type: ignore[arg-type]
+    return WeightFormat(dtype=jnp.dtype(dtype))
+
+
+def matrix_bytes(config: DecoderConfig) -> int:
+    """Count the float32 bytes of the matrices that a decode step reads: all but an embedding that is no head."""
+    leaves = canonical_leaves(config, WeightFormat())
+    matrices = {name: math.prod(leaf.shape) for name, leaf in leaves.items() if len(leaf.shape) == 2}
+    return 4 * sum(size for name, size in matrices.items() if config.tied or name != "embed.table")
+
+
+def weight_bytes(config: DecoderConfig, dtype: str) -> int:
+    """Count the bytes of all weights of a dense model that a decode step reads, scales, norms and biases included."""
+    leaves = canonical_leaves(config, weight_format(dtype))
+    return sum(leaf.bytes for name, leaf in leaves.items() if config.tied or not name.startswith("embed."))
+
+
+def kv_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
+    """Count the bytes of keys and values of all layers for one sequence, in a window at most its tokens."""
+    attention = config.attention
+    tokens = sum(min(context, attention.window(layer) or context) for layer in range(config.layers))
+    return 2 * tokens * attention.kv_heads * attention.head_dim * weight_format(dtype).dtype.itemsize
+
+
+def step_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
+    """Count the bytes that a decode step at batch 1 reads."""
+    return weight_bytes(config, dtype) + kv_bytes(config, dtype, context)
