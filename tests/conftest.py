@@ -52,17 +52,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def _copy_libraries(source, target):
-    """Copy what C++ was compiled to, which is named by all that it depends on, from a run of tests to later ones."""
-    from jaxinfer.disk_cache import KeptFiles
-
-    for name in ("cpu_kernels", "levels") if source and target else ():
-        here, there = (KeptFiles(folder / name, max_bytes=64 << 20) for folder in (source, target))
-        for file in here.sizes().keys() - there.sizes().keys():
-            if (content := here.get(file)) is not None:
-                there.put(file, content)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory, pytestconfig):
     """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
@@ -77,10 +66,9 @@ def cache_folder(tmp_path_factory, pytestconfig):
     (folder / "costs").touch()
     patch.setenv("JAXINFER_CACHE", str(folder))
     patch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured")  # which kernels run does not depend on how fast the machine is
-    kept = None if pytestconfig.pluginmanager.get_plugin("cacheprovider") is None else pytestconfig.cache.mkdir("c++")
-    _copy_libraries(kept, folder)
+    if pytestconfig.pluginmanager.hasplugin("cacheprovider"):  # C++ is compiled once for all runs, and by its digest
+        patch.setenv("JAXINFER_CPU_LIBRARY_FOLDER", str(pytestconfig.cache.mkdir("cpu_kernels")))
     yield
-    _copy_libraries(folder, kept)
     patch.undo()
 
 

@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from jaxinfer.pallas_kernels.cpu.build import source_files
+
 ROOT = Path(__file__).parents[1]
 LINKED = ("pallas_kernels", "sharding", "checkpoints")
 
@@ -55,6 +57,12 @@ def wheel(tree, tmp_path_factory):
 def names(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return sorted(archive.namelist())
+
+
+def test_a_wheel_has_the_sources_of_cpu_kernels(wheel):
+    sources = {path.relative_to(ROOT / "pallas_kernels").as_posix() for path in source_files(ROOT / "pallas_kernels")}
+    assert {"cpu/tasks.h", "linear/cpu/linear.cc"} <= sources
+    assert {f"jaxinfer/pallas_kernels/{name}" for name in sources} <= set(names(wheel))
 
 
 def test_a_wheel_has_one_package(wheel, tree):

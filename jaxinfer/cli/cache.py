@@ -11,6 +11,7 @@ KINDS = {
     "leaves": "what weights a model has; without it a start builds the model to know",
     "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
+    "cpu_kernels": "C++ kernels that were compiled for this CPU, and up to how many rows they are used",
     "choices": "the fastest implementations, as `tune` measured them",
     "models": "models that were fetched by name, or that examples converted",
     "circuit-board": "experts that an example trained",

@@ -42,6 +42,9 @@ VARIABLE = "JAXINFER_CPU_LIBRARY"
 """The environment variable by which a process has no library ("0"), or one whose limits are the default, so that they
 do not depend on what the machine did when they were measured ("unmeasured")."""
 
+FOLDER_VARIABLE = "JAXINFER_CPU_LIBRARY_FOLDER"
+"""The environment variable that names a folder for libraries, instead of one in the user's cache folder."""
+
 MAX_BYTES = 256 << 20
 """Bytes of all libraries together; the least recently used are deleted first."""
 NEEDED_BYTES = 32 << 20
@@ -101,6 +104,12 @@ def library_state() -> State:
         return _states[0]
 
 
+def library_files() -> KeptFiles:
+    """Return the folder of libraries, each by its digest, and of what is known of them."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    return KeptFiles(Path(given) if given else cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
+
+
 def find_library(*, folder: Path = FOLDER, seconds: float = BUILD_SECONDS) -> State:
     """Find the library in the cache folder, or compile it.
 
@@ -122,7 +131,7 @@ class _Maker:
 
     def __init__(self, compiler: Compiler, folder: Path, seconds: float):
         self.compiler, self.folder, self.seconds = compiler, folder, seconds
-        self.files = KeptFiles(cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
+        self.files = library_files()
         self.measures = os.environ.get(VARIABLE) != "unmeasured"
         self.name = self._record_name()
 
@@ -136,7 +145,9 @@ class _Maker:
                 return state
             if (free := shutil.disk_usage(self.files.folder).free) < NEEDED_BYTES:
                 raise OSError(f"the disk of {self.files.folder} has {free >> 20} MB left; free some")
-            record = self._made(lambda done: work.update(done=done), lambda: work.update(what="checking CPU kernels"))
+            record = self._made(
+                lambda done: work.update(done=done), lambda: work.update(what="checking CPU kernels", done=total)
+            )
             self.files.write(self.name, json.dumps(record).encode())
             state = self._kept()
         return state or State(reason="the library cannot be loaded")

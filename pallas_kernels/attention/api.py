@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.pallas_kernels.attention import cudnn
+from jaxinfer.pallas_kernels.attention import cpu, cudnn
 from jaxinfer.pallas_kernels.attention import mosaic as kernels
 from jaxinfer.pallas_kernels.attention import reference as plain
 from jaxinfer.pallas_kernels.attention import xla as fallbacks
 from jaxinfer.pallas_kernels.attention.heads import split_and_store, split_heads
 from jaxinfer.pallas_kernels.choices import filled
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import Implementation, composed, mosaic, reference, xla
+from jaxinfer.pallas_kernels.implementation import Implementation, composed, ffi, mosaic, reference, xla
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 __all__ = ["MAX_DECODE_TOKENS", "attention", "cached_attention", "paged_attention", "split_heads"]
@@ -58,6 +58,7 @@ _attention = Operation(
 _paged_attention = Operation(
     "paged_attention",
     mosaic(kernels.prefill_attention, "wgmma"),
+    ffi(cpu.paged_attention),
     xla(fallbacks.paged_attention, platform="cpu"),
     reference(plain.paged_attention),
     example=_full_rows,
@@ -65,6 +66,7 @@ _paged_attention = Operation(
 _decode_attention = Operation(
     "decode_attention",
     mosaic(kernels.decode_attention),
+    ffi(cpu.cached_attention),
     xla(fallbacks.cached_attention, platform="cpu"),
     reference(plain.cached_attention, platform="cpu"),
     composed(_store_then_attend),
@@ -72,6 +74,7 @@ _decode_attention = Operation(
 )
 _cached_attention = Operation(
     "cached_attention",
+    ffi(cpu.cached_attention),
     xla(fallbacks.cached_attention, platform="cpu"),
     reference(plain.cached_attention, platform="cpu"),
     composed(_store_then_attend),

@@ -59,7 +59,7 @@ class Compiler:
     command: tuple[str, ...]
     version: str
 
-    def accepts(self, level: str, *, seconds: float = 10.0) -> bool:
+    def accepts(self, level: str, *, seconds: float = 30.0) -> bool:
         """Return whether it can compile for a level."""
         try:
             run([[*self.command, *level_options(level), "-fsyntax-only", "-x", "c++", os.devnull]], seconds=seconds)
@@ -68,7 +68,7 @@ class Compiler:
         return True
 
 
-def find_compiler(*, seconds: float = 10.0) -> Compiler:
+def find_compiler(*, seconds: float = 30.0) -> Compiler:
     """Return the compiler that $CXX names, else the first of `COMPILERS` on the PATH. Raises BuildError without any."""
     if given := shlex.split(os.environ.get("CXX", "")):
         path = shutil.which(given[0])

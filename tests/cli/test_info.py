@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import generate
+from jaxinfer.compiled import cpu_library
+from jaxinfer.compiled.cpu_library import State, library_state
 from jaxinfer.generation.api.build import open_costs
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
@@ -241,6 +243,23 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
     assert not re.search(r"WeightFormat|dtype\(|=None|max_adapters=0", output)
     convert(GOLDENS / "bert_pooled", tmp_path / "other")
     assert "No programs of this model were measured on" in shown(tmp_path / "other")
+
+
+def test_which_cpu_kernels_run(model, monkeypatch):
+    output = CliRunner().invoke(app, ["info", str(model)]).stdout
+    state = library_state()
+    assert re.search(r"\n CPU kernels +" + re.escape(str(state)), output)
+    if state.library is not None:
+        assert f"{state.library.level} verified" in output
+        assert "32, not measured" in output
+        assert str(state.file) in output.replace("\n", "").replace(" ", "")
+        assert re.search(r"\n norm_linear +ffi \(cpu\)", output)
+    missing = State(reason="there is no C++ compiler")
+    monkeypatch.setattr(cpu_library, "_states", [missing])
+    output = CliRunner().invoke(app, ["info", str(model)]).stdout
+    assert re.search(r"\n CPU kernels +none: there is no C\+\+ compiler", output)
+    assert re.search(r"\n norm_linear +composed", output)
+    assert "CPU kernels" not in CliRunner().invoke(app, ["info", str(model), "--target", "h200"]).stdout
 
 
 def test_a_mixture_of_experts(tmp_path):

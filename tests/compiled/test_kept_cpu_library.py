@@ -11,19 +11,22 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.compiled import cpu_library, spec
+from jaxinfer.compiled import cpu_checks, cpu_library, spec
 from jaxinfer.compiled.cpu_checks import is_faster
 from jaxinfer.compiled.cpu_library import find_library, library_state
 from jaxinfer.disk_cache import KeptFiles
+from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
 from tests.compiled.test_program import Add, spec_of
 from tests.kernels.test_cpu_library import ROOM, needs_compiler, script
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """An empty folder of libraries, in a process that has none yet."""
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAXINFER_CPU_LIBRARY_FOLDER", raising=False)
     monkeypatch.setattr(cpu_library, "_states", [])
     return tmp_path / "cache" / "cpu_kernels"
 
@@ -66,7 +69,7 @@ def test_it_is_compiled_once(tmp_path, monkeypatch, folder):
 
 
 @needs_compiler
-def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
+def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, f"time.sleep(1); {forwarding()}")
     text = (
         "from pathlib import Path\n"
@@ -84,7 +87,7 @@ def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch):
     assert log.read_text() == "compiled\n"
 
 
-def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monkeypatch, caplog, folder):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert find_library(folder=ROOM).library is None
@@ -98,7 +101,7 @@ def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monke
     assert str(library_state()).startswith("none: there is no C++ compiler")
 
 
-def test_a_failure_of_the_compiler_is_remembered_for_a_while(tmp_path, monkeypatch):
+def test_a_failure_of_the_compiler_is_remembered_for_a_while(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "sys.exit('a.cc:1: error: wrong')")
     monkeypatch.setenv("CXX", path)
     for _ in range(2):
@@ -111,7 +114,7 @@ def test_a_failure_of_the_compiler_is_remembered_for_a_while(tmp_path, monkeypat
     assert log.read_text() == 2 * "compiled\n"
 
 
-def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch):
+def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "time.sleep(600)")
     monkeypatch.setenv("CXX", path)
     state = find_library(folder=ROOM, seconds=1)
@@ -164,16 +167,17 @@ def test_a_check_that_crashes_leaves_the_library_out(tmp_path, monkeypatch, fold
 
 
 @needs_compiler
-def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch):
+def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch, folder):
+    """A library whose linear layers return zeros."""
     path, log = compiler(tmp_path, forwarding())
     monkeypatch.setenv("CXX", path)
-    record = {"operations": ["norm_linear"], "differences": ["norm_linear by 1.0"], "limits": {}}
-    monkeypatch.setattr(cpu_library._Maker, "_checked", lambda maker, made: record)
     monkeypatch.setattr(cpu_library, "RETRY_SECONDS", 0.0)
     for _ in range(2):
-        state = find_library(folder=ROOM)
+        state = find_library(folder=ROOM.with_name("cpu_zeros"))
         assert state.library is None
-        assert "kernels by mine 1.0 differ from XLA's results: norm_linear by 1.0" in state.reason
+        assert "kernels by mine 1.0 differ from XLA's results: norm_linear" in state.reason
+        assert "\n" not in state.reason
+        assert state.operations == ("linear_residual", "norm_linear", "small_batch_linear")
         assert "differs" in state.verdicts.values()
         assert "verified" not in state.verdicts.values()
     assert log.read_text() == "compiled\n"
@@ -199,3 +203,48 @@ def test_what_is_clearly_faster_is_so_by_median_and_minimum():
     assert is_faster([1.0, 1.0, 5.0], [2.0, 2.0, 2.0])
     assert not is_faster([1.0, 1.7, 1.7], [2.0, 2.0, 2.0])
     assert not is_faster([1.0, 1.0, 1.0], [1.1, 5.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("slower_from", "expected"),
+    [(1, 0), (2, 1), (32, 16), (64, 32), (256, 128)],
+)
+def test_up_to_how_many_rows_the_library_runs(slower_from, expected, monkeypatch):
+    def times(library, dtype, rows):
+        return [1.0 if rows < slower_from else 2.0], [1.5]
+
+    monkeypatch.setattr(cpu_checks, "_times", times)
+    assert cpu_checks.limits(None) == dict.fromkeys(cpu_checks.FORMATS, expected)
+
+
+def test_beyond_the_default_it_must_be_clearly_faster_and_below_it_may_be_a_little_slower(monkeypatch):
+    monkeypatch.setattr(cpu_checks, "_times", lambda library, dtype, rows: ([1.1], [1.0]))
+    assert set(cpu_checks.limits(None).values()) == {DEFAULT_ROWS}
+    monkeypatch.setattr(cpu_checks, "_times", lambda library, dtype, rows: ([1.0], [1.1]))
+    assert set(cpu_checks.limits(None).values()) == {DEFAULT_ROWS}
+    monkeypatch.setattr(cpu_checks, "_times", lambda library, dtype, rows: None)  # the library refuses
+    assert set(cpu_checks.limits(None).values()) == {0}
+    assert set(cpu_checks.limits(None, seconds=-1).values()) == {DEFAULT_ROWS}  # there was no time
+
+
+def test_products_are_measured(monkeypatch):
+    """With matrices of a few rows, as the machine's speed matters to no test."""
+    library = cpu_library.cpu_library()
+    if library is None:
+        pytest.skip("there is no library of CPU kernels here")
+    monkeypatch.setattr(cpu_checks, "MATRIX_BYTES", 1 << 20)
+    monkeypatch.setattr(cpu_checks, "TURN_SECONDS", 1e-3)
+    monkeypatch.setattr(cpu_checks, "ROUNDS", 2)
+    for dtype in cpu_checks.FORMATS:
+        ours, theirs = cpu_checks._times(library, dtype, 1)
+        assert len(ours) == len(theirs) == 2
+        assert min(ours + theirs) > 0
+
+
+def test_the_library_of_this_machine_is_compared_with_xla():
+    state = library_state()
+    if state.library is None:
+        pytest.skip(f"there is no library of CPU kernels here: {state.reason}")
+    assert state.verdicts[state.library.level] == "verified"
+    assert {"expert_mlp", "linear_residual", "norm_linear", "small_batch_linear"} <= set(state.operations)
+    assert state.file.exists()

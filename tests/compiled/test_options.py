@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.compiled import compiler_options
+from jaxinfer.pallas_kernels.cpu.library import Library, use_library
 
 LARGE = 1 << 30
 
@@ -23,6 +24,17 @@ LARGE = 1 << 30
 def test_a_few_float32_rows_of_a_large_model_go_to_onednn_on_a_cpu(rows, dtype, weight_bytes, onednn):
     options = compiler_options("cpu", rows=rows, dtype=np.dtype(dtype), weight_bytes=weight_bytes)
     assert options.get("xla_cpu_use_onednn", False) is onednn
+
+
+def test_products_of_a_library_are_none_of_onednn():
+    def onednn(rows):
+        options = compiler_options("cpu", rows=rows, dtype=np.dtype(np.float32), weight_bytes=LARGE)
+        return options.get("xla_cpu_use_onednn", False)
+
+    with use_library(Library(digest="0" * 64, level="generic", functions=(), limits=(("float32", 8),))):
+        assert [rows for rows in range(40) if onednn(rows)] == list(range(9, 32))
+    with use_library(Library(digest="0" * 64, level="generic", functions=())):
+        assert not any(map(onednn, range(40)))
 
 
 @pytest.mark.parametrize(

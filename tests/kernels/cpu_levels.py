@@ -4,8 +4,7 @@ import functools
 
 import pytest
 
-from jaxinfer.compiled.cpu_library import cpu_library
-from jaxinfer.disk_cache import KeptFiles, cache_folder
+from jaxinfer.compiled.cpu_library import cpu_library, library_files
 from jaxinfer.disk_cache.processor import cpu_fields
 from jaxinfer.pallas_kernels.cpu.build import (
     LEVELS,
@@ -42,7 +41,7 @@ def library_of(level: str | None) -> Library:
     if not compiler.accepts(level):
         pytest.skip(f"the compiler knows no {level}")
     library = Library(digest=build_digest(compiler, level, flags), level=level, functions=handlers())
-    files = KeptFiles(cache_folder() / "levels", max_bytes=256 << 20)
+    files = library_files()
     with files.locked(seconds=300):
         if (content := files.get(library.digest)) is None:
             content = build(compiler, level, seconds=200)

@@ -9,8 +9,9 @@ import pytest
 
 from jaxinfer.pallas_kernels import KVPages, cached_attention
 from jaxinfer.pallas_kernels.choices import Choices, fastest, measure, recorded_calls, supported, use_choices
+from jaxinfer.pallas_kernels.cpu.library import Library, use_library
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import composed, reference, xla
+from jaxinfer.pallas_kernels.implementation import composed, ffi, reference, xla
 from jaxinfer.pallas_kernels.target import UnsupportedError
 
 
@@ -84,6 +85,17 @@ def test_a_composition_is_measured_where_nothing_else_is_whole():
     with recorded_calls() as calls:
         jax.eval_shape(lambda x: both(x, by=4), jnp.zeros((2, 3)))
     assert [candidate.name for candidate in supported(calls[0])] == ["xla", "reference"]
+
+
+def test_a_composition_is_measured_beside_a_kernel_in_c():
+    def candidates(*implementations):
+        with use_library(Library(digest="0" * 64, level="generic", functions=())), recorded_calls() as calls:
+            jax.eval_shape(lambda x: Operation("op", *implementations)(x, by=4), jnp.zeros((2, 3)))
+        return [candidate.name for candidate in supported(calls[0])]
+
+    assert candidates(ffi(plus_one), composed(plus_two)) == ["ffi", "composed"]
+    assert candidates(ffi(refuses), composed(plus_two)) == ["composed"]
+    assert candidates(ffi(plus_one), xla(plus_two, platform="cpu"), composed(plus_two)) == ["ffi", "xla"]
 
 
 def test_attention_is_measured_over_full_pages():

@@ -45,11 +45,11 @@ print(
 PROGRAMS = {"admit", "copy_pages", "prefill", "decode"}
 
 
-def start(model_dir, cache):
+def start(model_dir, cache, *, stderr=None, **variables):
     """A process that generates from the model."""
     command = [sys.executable, "-c", PROGRAM, str(model_dir)]
-    environment = {**os.environ, "JAXINFER_CACHE": str(cache)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "JAXINFER_CACHE": str(cache), **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def ended(process):
@@ -68,6 +68,16 @@ def test_the_first_start_says_what_it_does_and_the_second_traces_nothing(model_d
     assert second["traced"] == second["compiled"] == {}
     assert second["programs"] == dict.fromkeys(PROGRAMS, True)
     assert not second["heavy"]
+
+
+def test_a_machine_without_a_compiler_generates_and_says_so_once(model_dir, tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        first = ended(start(model_dir, tmp_path, stderr=log, CXX="no-such-compiler"))
+    assert first["programs"].keys() == PROGRAMS
+    assert (tmp_path / "log").read_text().count("CPU kernels are not used") == 1
+    second = ended(start(model_dir, tmp_path, CXX="no-such-compiler"))
+    assert second["ids"] == first["ids"]
+    assert not second["traced"]
 
 
 EDITED = """

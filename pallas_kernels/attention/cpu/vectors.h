@@ -1,0 +1,154 @@
+// What attention does with vectors besides `cpu/simd.h`.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd.h"
+
+namespace jaxinfer {
+
+typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));  // as many as Floats
+
+// Returns x from a register: not one of several loads from the same address.
+inline Floats in_register(Floats x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
+inline Floats load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Stores a vector in kRows parts of equal size.
+template <int kRows>
+inline void store_parts(Floats x, float* p, int64_t stride) {
+  static_assert(kRows == 1 || kRows == 2 || kRows == 4);
+  if constexpr (kRows == 1) {
+    _mm512_storeu_ps(p, x);
+  } else if constexpr (kRows == 2) {
+    _mm256_storeu_ps(p, _mm512_castps512_ps256(x));
+    _mm256_storeu_ps(p + stride, _mm512_extractf32x8_ps(x, 1));
+  } else {
+    _mm_storeu_ps(p, _mm512_castps512_ps128(x));
+    _mm_storeu_ps(p + stride, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(p + 2 * stride, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(p + 3 * stride, _mm512_extractf32x4_ps(x, 3));
+  }
+}
+
+// Where sums() expects the vector whose sum becomes lane i.
+constexpr int place_of_sum(int i) {
+  return (i & 4) << 1 | (i & 8) >> 1 | (i & 1) << 1 | (i & 2) >> 1;
+}
+
+// Returns a vector whose lane i is the sum of x[place_of_sum(i)]. Each is added up in the same order.
+inline Floats sums(const Floats* x) {
+  Floats half[8], quarter[4], pair[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    half[i] = _mm512_shuffle_f32x4(x[i], x[i + 8], 0x44) + _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    quarter[i] =
+        _mm512_shuffle_f32x4(half[i], half[i + 4], 0x88) + _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    pair[i] = _mm512_shuffle_ps(quarter[i], quarter[i + 2], 0x44) +
+              _mm512_shuffle_ps(quarter[i], quarter[i + 2], 0xee);
+  }
+  return _mm512_shuffle_ps(pair[0], pair[1], 0x88) + _mm512_shuffle_ps(pair[0], pair[1], 0xdd);
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+constexpr int place_of_sum(int i) { return i; }
+inline Floats sums(const Floats* x) {
+  const Floats a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Floats b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+
+#else
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof(x)); }
+inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats load(const int8_t* p) {
+  return Floats{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+                static_cast<float>(p[3])};
+}
+constexpr int place_of_sum(int i) { return i; }
+inline Floats sums(const Floats* x) { return Floats{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])}; }
+
+#endif
+
+#if !(defined(__AVX512F__) && defined(__AVX512BW__))
+template <int kRows>
+inline void store_parts(Floats x, float* p, int64_t stride) {
+  float parts[kFloats];
+  store(parts, x);
+  for (int r = 0; r < kRows; ++r) std::memcpy(p + r * stride, parts + r * (kFloats / kRows), sizeof(x) / kRows);
+}
+#endif
+
+// Loads the first `count` of a vector's numbers; the others are zero.
+template <typename T>
+inline Floats load_first(const T* p, int64_t count) {
+  T padded[kFloats] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+
+inline float largest(Floats x) {
+  float lanes[kFloats];
+  store(lanes, x);
+  float result = lanes[0];
+  for (int i = 1; i < kFloats; ++i) result = lanes[i] > result ? lanes[i] : result;
+  return result;
+}
+
+// e^x of each number, as exp_of(float): to 2e-7; 0 below -87, e^88 above 88; NaN stays NaN.
+inline Floats exp_of(Floats x) {
+  const Floats least = broadcast(-87.0f), most = broadcast(88.0f);
+  const Floats clamped = x < least ? least : (x > most ? most : x);
+  const Floats round = broadcast(12582912.0f);  // 1.5 * 2^23: the low bits of a sum with it are a whole number
+  const Floats shifted = multiply_add(clamped, broadcast(1.44269504f), round);
+  const Floats n = shifted - round;
+  Floats r = multiply_add(n, broadcast(-0.693359375f), clamped);
+  r = multiply_add(n, broadcast(2.12194440e-4f), r);
+  Floats y = broadcast(1.9875691500e-4f);
+  y = multiply_add(y, r, broadcast(1.3981999507e-3f));
+  y = multiply_add(y, r, broadcast(8.3334519073e-3f));
+  y = multiply_add(y, r, broadcast(4.1665795894e-2f));
+  y = multiply_add(y, r, broadcast(1.6666665459e-1f));
+  y = multiply_add(y, r, broadcast(5.0000001201e-1f));
+  y = multiply_add(y * r, r, r + broadcast(1.0f));
+  const Floats scaled = (Floats)((Words)y + ((Words)shifted << 23));
+  const Floats finite = x < least ? zeros() : scaled;
+  return x == x ? finite : x;
+}
+
+// tanh of each number to 1e-7, absolute.
+inline Floats tanh_of(Floats x) {
+  return broadcast(1.0f) - broadcast(2.0f) / (exp_of(x + x) + broadcast(1.0f));
+}
+
+}  // namespace jaxinfer
