@@ -189,14 +189,15 @@ class Rows {
   Buffer<float> offsets_;  // int8: each row's sum, which is exact up to 2^24; int4: as in GroupedRow
 };
 
-constexpr int64_t kTaskBytes = 128 << 10;  // of weights: large beside what it takes to start a task
+// Ranges of outputs are in units of so many: even, for pairs, and whole tiles of the products.
+constexpr int64_t kUnit = 16;
 
-// Returns the outputs of a task, of a matrix of which `tasks` at least are wanted: even numbers, for pairs.
-inline int64_t outputs_of_task(const Matrix& matrix, int tasks = 8) {
-  const int64_t large = std::max<int64_t>(kTaskBytes / matrix.row_bytes(), 1);
-  const int64_t small = std::max<int64_t>((16 << 10) / matrix.row_bytes(), 1);
-  const int64_t count = std::max(std::min(large, (matrix.outputs + tasks - 1) / tasks), small);
-  return (count + 15) / 16 * 16;
+// The fewest units of a range: as many bytes of weights as take longer than to start it.
+inline int64_t least_units(const Matrix& matrix) {
+  return std::max<int64_t>((32 << 10) / (kUnit * matrix.row_bytes()), 1);
 }
+
+// Outputs whose results are kept at a time, while what comes after the product is computed.
+constexpr int64_t kBlock = 256;
 
 }  // namespace jaxinfer

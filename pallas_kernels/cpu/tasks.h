@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
-#include <utility>
+#include <vector>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -57,6 +57,21 @@ void parallel_for(Pool& pool, int64_t count, const F& fn) {
       std::this_thread::yield();  // the thread of a task may need this processor
     }
   }
+}
+
+// Runs fn(begin, end) for ranges that together are [0, count), in any order, as `parallel_for`.
+//
+// Each is a share of what is left, `least` at the smallest: large ones first, which read memory in long runs, small ones
+// at last, so that all threads end together. So fn must compute the same however it is divided.
+template <typename Pool, typename F>
+void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  std::vector<int64_t> ends;
+  for (int64_t begin = 0; begin < count; begin = ends.back()) {
+    const int64_t share = threads == 1 ? count : std::max((count - begin) / (2 * threads), least);
+    ends.push_back(std::min(begin + share, count));
+  }
+  parallel_for(pool, static_cast<int64_t>(ends.size()), [&](int64_t i) { fn(i ? ends[i - 1] : 0, ends[i]); });
 }
 
 }  // namespace jaxinfer

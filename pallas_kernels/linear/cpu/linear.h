@@ -73,9 +73,10 @@ struct Linear {
       read_row(x + m * matrix.inputs, matrix.inputs, norm, row.get());
       prepared.set(m, row.get());
     }
-    const int64_t width = outputs_of_task(matrix);
-    parallel_for(pool, (matrix.outputs + width - 1) / width, [&](int64_t task) {
-      compute(prepared, task * width, std::min((task + 1) * width, matrix.outputs));
+    const int64_t units = (matrix.outputs + kUnit - 1) / kUnit;
+    parallel_ranges(pool, units, least_units(matrix), [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min(end * kUnit, matrix.outputs);
+      for (int64_t n = begin * kUnit; n < last; n += kBlock) compute(prepared, n, std::min(n + kBlock, last));
     });
   }
 

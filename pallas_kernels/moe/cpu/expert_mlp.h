@@ -105,28 +105,37 @@ struct ExpertMlp {
     return rows;
   }
 
-  // One list of tasks over experts and outputs, so that all threads have work also if all rows are of one expert.
+  // One list of ranges over experts and outputs, so that all threads have work also if all rows are of one expert.
   // y: [slots, results of an expert].
   template <typename Pool>
   void multiply(Pool& pool, const std::vector<Part>& parts, const Experts& experts, const Rows& rows,
                 Activation activation, bool gated, float* y) const {
-    const int64_t outputs = experts.first.outputs;
-    const int64_t width = outputs_of_task(experts.first), tiles = (outputs + width - 1) / width;
-    parallel_for(pool, tiles * static_cast<int64_t>(parts.size()), [&](int64_t task) {
-      const Part& part = parts[task / tiles];
-      const int64_t begin = task % tiles * width, count = std::min(width, outputs - begin);
-      Buffer<float> buffer((part.size + 1) * count);
-      float *totals = buffer.get(), *scratch = totals + part.size * count;
-      rows.multiply(experts.matrix(part.expert), begin, begin + count, part.begin, part.size, totals);
-      const float* bias = experts.bias ? experts.bias + part.expert * outputs + begin : nullptr;
-      const int64_t results = gated ? outputs / 2 : outputs, first = gated ? begin / 2 : begin;
-      for (int64_t m = 0; m < part.size; ++m) {
-        float* row = totals + m * count;
-        for (int64_t i = 0; bias && i < count; ++i) row[i] += bias[i];
-        activate_outputs(row, count, activation, gated, scratch);
-        std::copy_n(row, gated ? count / 2 : count, y + (part.begin + m) * results + first);
+    const int64_t outputs = experts.first.outputs, units = (outputs + kUnit - 1) / kUnit;
+    const int64_t all = units * static_cast<int64_t>(parts.size());
+    parallel_ranges(pool, all, least_units(experts.first), [&](int64_t begin, int64_t end) {
+      while (begin < end) {  // a block of one expert
+        const int64_t first = begin % units, last = std::min({first + kBlock / kUnit, units, first + end - begin});
+        multiply_block(parts[begin / units], experts, rows, first * kUnit, std::min(last * kUnit, outputs), activation,
+                       gated, y);
+        begin += last - first;
       }
     });
+  }
+
+  void multiply_block(const Part& part, const Experts& experts, const Rows& rows, int64_t begin, int64_t end,
+                      Activation activation, bool gated, float* y) const {
+    const int64_t outputs = experts.first.outputs, count = end - begin;
+    Buffer<float> buffer((part.size + 1) * count);
+    float *totals = buffer.get(), *scratch = totals + part.size * count;
+    rows.multiply(experts.matrix(part.expert), begin, end, part.begin, part.size, totals);
+    const float* bias = experts.bias ? experts.bias + part.expert * outputs + begin : nullptr;
+    const int64_t results = gated ? outputs / 2 : outputs, first = gated ? begin / 2 : begin;
+    for (int64_t m = 0; m < part.size; ++m) {
+      float* row = totals + m * count;
+      for (int64_t i = 0; bias && i < count; ++i) row[i] += bias[i];
+      activate_outputs(row, count, activation, gated, scratch);
+      std::copy_n(row, gated ? count / 2 : count, y + (part.begin + m) * results + first);
+    }
   }
 
   template <typename Pool>
