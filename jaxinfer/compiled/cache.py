@@ -88,12 +88,13 @@ class ProgramCache[Buckets]:
         Equal calls are in it once. Nothing is compiled.
         """
         calls: dict[tuple[str, str], Call] = {}
-        for spec in self._specs.values():
-            for sizes in spec.reachable(buckets):
-                with recorded_calls() as recorded, use_library(self._library()), allow_kernels(self._kernels):
-                    spec.lower(sizes, self._mesh)
-                calls |= {(call.operation, call.shapes): call for call in recorded}
-        return [call for call in calls.values() if len(supported(call)) > 1]
+        with use_library(self._library()), allow_kernels(self._kernels):
+            for spec in self._specs.values():
+                for sizes in spec.reachable(buckets):
+                    with recorded_calls() as recorded:
+                        spec.lower(sizes, self._mesh)
+                    calls |= {(call.operation, call.shapes): call for call in recorded}
+            return [call for call in calls.values() if len(supported(call)) > 1]
 
     def _library(self) -> Library | None:
         """Return the CPU kernels that programs are traced with."""

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.display import PIPED_WIDTH
 from jaxinfer.compiled import choices
+from jaxinfer.compiled.cpu_library import cpu_library
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,10 @@ def test_what_is_measured_is_kept_until_it_is_forgotten(folder):
     assert "cached_attention" in output
     choices.stored_choices.cache_clear()  # as in another process
     entries = choices.stored_choices().entries
-    assert {operation for operation, _, _ in entries} == {"decode_attention", "cached_attention"}
-    assert {name for _, _, name in entries} <= {"xla", "reference"}
+    linear = {"norm_linear", "linear_residual", "small_batch_linear"} if cpu_library() else set()
+    assert {operation for operation, _, _ in entries} == {"decode_attention", "cached_attention", *linear}
+    assert {name for _, _, name in entries} <= {"ffi", "composed", "xla", "reference"}
+    assert all(name in ("ffi", "composed") for operation, _, name in entries if operation in linear)
     tune("--forget")
     choices.stored_choices.cache_clear()
     assert not choices.stored_choices().entries
