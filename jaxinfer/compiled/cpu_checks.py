@@ -8,10 +8,11 @@ models call them, so that nothing here depends on how the kernels take their arg
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ MEASURE_SECONDS = 20.0
 
 ROUNDS = 7
 TURN_SECONDS = 0.015
+DOUBTLESS = 4
+"""How many times as fast a product is that is measured no further."""
 
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-2, "uint16": 2e-3}
 """Largest errors, relative to the largest value, by the dtype of a matrix or cache. int8 rounds both sides; int4 leaves
@@ -229,29 +232,34 @@ def _attention_case(rng: np.random.Generator, dtype: str, tokens: int) -> Case:
 def limits(library: Library, *, seconds: float = MEASURE_SECONDS) -> dict[str, int]:
     """Measure up to how many rows each format's products are the library's; 0 for formats without kernels.
 
-    Up to `DEFAULT_ROWS` it runs unless XLA is clearly faster, beyond only where it is clearly faster itself.
+    A number of rows counts by the logarithm of how much faster the library is, so that one that others' load has
+    disturbed does not decide. Up to `DEFAULT_ROWS` XLA, and beyond the library, must be clearly faster. In formats for
+    which there was no time the limit is `DEFAULT_ROWS`.
     """
     end = time.monotonic() + seconds
     return {dtype: _limit(library, dtype, end) for dtype in FORMATS}
 
 
 def _limit(library: Library, dtype: str, end: float) -> int:
-    most = 0
+    """Return the number of rows up to which the gains have the largest sum."""
+    most, total, largest = 0, 0.0, 0.0
     for rows in ROWS:
-        if time.monotonic() > end:
-            return max(most, DEFAULT_ROWS)
-        if (times := _times(library, dtype, rows)) is None:
-            return most
-        ours, theirs = times
-        if is_faster(theirs, ours) if rows <= DEFAULT_ROWS else not is_faster(ours, theirs):
-            return most
-        most = rows
+        gain = _gain(library, dtype, rows, end)
+        if gain is None or (rows > DEFAULT_ROWS and gain < 0):
+            break
+        total += gain
+        if total >= largest:
+            most, largest = rows, total
     return most
 
 
-def is_faster(times: Sequence[float], than: Sequence[float]) -> bool:
-    """Return whether times are clearly shorter than others: their median and, lest others' load decides, the least."""
-    return all(statistic(times) < CLEARLY_FASTER * statistic(than) for statistic in (statistics.median, min))
+def _gain(library: Library, dtype: str, rows: int, end: float) -> float | None:
+    times = ([1.0], [1.0]) if time.monotonic() > end else _times(library, dtype, rows)
+    if times is None:
+        return None
+    ratios = [math.log(statistic(times[1]) / statistic(times[0])) for statistic in (statistics.median, min)]
+    margin = -math.log(CLEARLY_FASTER)
+    return max(ratios) + margin if rows <= DEFAULT_ROWS else min(ratios) - margin
 
 
 def _times(library: Library, dtype: str, rows: int) -> tuple[list[float], list[float]] | None:
@@ -272,8 +280,8 @@ def _times(library: Library, dtype: str, rows: int) -> tuple[list[float], list[f
     while len(ours) < ROUNDS:
         for program, times in zip(programs, (ours, theirs), strict=True):
             times.append(_time(program, x, matrices))
-        if len(ours) == 2 and (min(ours) > 3 * max(theirs) or min(theirs) > 3 * max(ours)):
-            break  # there is no doubt
+        if min(ours) > DOUBTLESS * max(theirs) or min(theirs) > DOUBTLESS * max(ours):
+            break
     return ours, theirs
 
 

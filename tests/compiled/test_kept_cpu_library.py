@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import cpu_checks, cpu_library, spec
-from jaxinfer.compiled.cpu_checks import is_faster
 from jaxinfer.compiled.cpu_library import find_library, library_state
 from jaxinfer.disk_cache import KeptFiles
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
@@ -199,12 +198,6 @@ def test_programs_without_kernels_ask_for_no_library(monkeypatch):
     assert asked
 
 
-def test_what_is_clearly_faster_is_so_by_median_and_minimum():
-    assert is_faster([1.0, 1.0, 5.0], [2.0, 2.0, 2.0])
-    assert not is_faster([1.0, 1.7, 1.7], [2.0, 2.0, 2.0])
-    assert not is_faster([1.0, 1.0, 1.0], [1.1, 5.0, 5.0])
-
-
 @pytest.mark.parametrize(
     ("slower_from", "expected"),
     [(1, 0), (2, 1), (32, 16), (64, 32), (256, 128)],
@@ -227,6 +220,14 @@ def test_beyond_the_default_it_must_be_clearly_faster_and_below_it_may_be_a_litt
     assert set(cpu_checks.limits(None, seconds=-1).values()) == {DEFAULT_ROWS}  # there was no time
 
 
+def test_a_number_of_rows_that_was_disturbed_does_not_decide(monkeypatch):
+    def times(library, dtype, rows):
+        return ([2.0], [1.0]) if rows == 1 else ([1.0, 1.0, 1.0], [1.5, 1.0, 1.5]) if rows < 64 else ([1.0], [2.0])
+
+    monkeypatch.setattr(cpu_checks, "_times", times)
+    assert set(cpu_checks.limits(None).values()) == {128}
+
+
 def test_products_are_measured(monkeypatch):
     """With matrices of a few rows, as the machine's speed matters to no test."""
     library = cpu_library.cpu_library()
@@ -237,7 +238,7 @@ def test_products_are_measured(monkeypatch):
     monkeypatch.setattr(cpu_checks, "ROUNDS", 2)
     for dtype in cpu_checks.FORMATS:
         ours, theirs = cpu_checks._times(library, dtype, 1)
-        assert len(ours) == len(theirs) == 2
+        assert 1 <= len(ours) == len(theirs) <= 2
         assert min(ours + theirs) > 0
 
 
