@@ -30,7 +30,6 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _VNNI = (*_AVX512, "avx512vnni")
 LEVELS: dict[str, tuple[str, ...]] = {
-    "amx": (*_VNNI, "avx512bf16", "amx-tile", "amx-int8", "amx-bf16"),
     "avx512_bf16": (*_VNNI, "avx512bf16"),
     "avx512_vnni": _VNNI,
     "avx512": _AVX512,
@@ -39,9 +38,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 """Instruction sets, the best first: what they need of the CPU, as names of the compiler's options -m."""
 
-_LINUX_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"} | {
-    f"amx-{name}": f"amx_{name}" for name in ("tile", "int8", "bf16")
-}
+_LINUX_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
 """Names in /proc/cpuinfo where they differ from the compiler's."""
 
 _HANDLER = re.compile(r"^XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(jaxinfer_\w+)", re.MULTILINE)

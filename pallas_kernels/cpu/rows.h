@@ -74,8 +74,10 @@ int32_t sum_of_quantized(const Q* q, int64_t size) {
 // Rows of x in the form that a format's products take, padded with zeros.
 class Rows {
  public:
-  Rows(Format format, int rows, int64_t inputs)
+  // bfloat16_x: x is in bfloat16, and may be rounded to it once more.
+  Rows(Format format, int rows, int64_t inputs, bool bfloat16_x)
       : format_(format),
+        pairs_(kMultipliesPairs && format == Format::kBfloat16 && bfloat16_x),
         inputs_(inputs),
         stride_((inputs + kPadding - 1) / kPadding * kPadding),
         groups_(stride_ / kGroup),
@@ -102,15 +104,19 @@ class Rows {
         }
         break;
       default:
-        std::copy(x, x + stride_, values<float>() + m * stride_);
+        if (pairs_) {
+          for (int64_t i = 0; i < stride_; ++i) values<bfloat16>()[m * stride_ + i] = from_float<bfloat16>(x[i]);
+        } else {
+          std::copy(x, x + stride_, values<float>() + m * stride_);
+        }
     }
   }
 
   // Multiplies rows [first, first + rows) by outputs [begin, end). y: [rows, end - begin].
   void multiply(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
     switch (matrix.format) {
-      case Format::kFloat32: return floats<float>(matrix, begin, end, first, rows, y);
-      case Format::kBfloat16: return floats<bfloat16>(matrix, begin, end, first, rows, y);
+      case Format::kFloat32: return floats<FloatProduct<float>>(matrix, begin, end, first, rows, y);
+      case Format::kBfloat16: return bfloat16s(matrix, begin, end, first, rows, y);
       case Format::kInt8: return int8(matrix, begin, end, first, rows, y);
       case Format::kInt4: return int4(matrix, begin, end, first, rows, y);
     }
@@ -124,10 +130,17 @@ class Rows {
     return reinterpret_cast<T*>(values_.get());
   }
 
-  template <typename W>
+  template <typename P>
   void floats(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
-    const W* w = static_cast<const W*>(matrix.weight) + begin * inputs_;
-    products<FloatProduct<W>>(w, end - begin, values<float>() + first * stride_, stride_, inputs_, rows, y);
+    const auto* w = static_cast<const typename P::Weight*>(matrix.weight) + begin * inputs_;
+    products<P>(w, end - begin, values<typename P::X>() + first * stride_, stride_, inputs_, rows, y);
+  }
+
+  void bfloat16s(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
+#if defined(__AVX512BF16__)
+    if (pairs_) return floats<Bfloat16Product>(matrix, begin, end, first, rows, y);
+#endif
+    floats<FloatProduct<bfloat16>>(matrix, begin, end, first, rows, y);
   }
 
   void int8(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
@@ -182,7 +195,14 @@ class Rows {
     }
   }
 
+#if defined(__AVX512BF16__)
+  static constexpr bool kMultipliesPairs = true;
+#else
+  static constexpr bool kMultipliesPairs = false;
+#endif
+
   Format format_;
+  bool pairs_;  // rows are in bfloat16
   int64_t inputs_, stride_, groups_;
   Buffer<std::byte> values_;
   Buffer<float> scales_;   // int8: of each row; int4: of each group

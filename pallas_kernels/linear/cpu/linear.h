@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/activations.h"
 #include "cpu/rows.h"
@@ -67,7 +68,7 @@ struct Linear {
 
   template <typename Pool>
   void run(Pool& pool) const {
-    Rows prepared(matrix.format, rows, matrix.inputs);
+    Rows prepared(matrix.format, rows, matrix.inputs, std::is_same_v<T, bfloat16>);
     Buffer<float> row(prepared.stride());
     for (int m = 0; m < rows; ++m) {
       read_row(x + m * matrix.inputs, matrix.inputs, norm, row.get());

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/activations.h"
@@ -94,7 +95,7 @@ struct ExpertMlp {
   template <typename Pool, typename Read>
   static Rows prepared(Pool& pool, const Matrix& matrix, int64_t slots, Read read) {
     constexpr int64_t kAtOnce = 8;
-    Rows rows(matrix.format, slots, matrix.inputs);
+    Rows rows(matrix.format, slots, matrix.inputs, std::is_same_v<T, bfloat16>);
     parallel_for(pool, (slots + kAtOnce - 1) / kAtOnce, [&](int64_t task) {
       Buffer<float> row(rows.stride());
       for (int64_t slot = task * kAtOnce; slot < std::min(slots, (task + 1) * kAtOnce); ++slot) {
