@@ -70,7 +70,7 @@ def find_compiler(*, seconds: float = 30.0) -> Compiler:
     if given := shlex.split(os.environ.get("CXX", "")):
         path = shutil.which(given[0])
         if path is None:
-            raise BuildError(f"CXX={given[0]} is not there")
+            raise BuildError(f"CXX={given[0]} is not there: name a C++ compiler, or unset it")
         command = (path, *given[1:])
     else:
         path = next(filter(None, map(shutil.which, COMPILERS)), None)

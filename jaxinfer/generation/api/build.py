@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
+from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
@@ -286,13 +287,15 @@ def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iter
     Left out is what only decides which programs there are, or the size of arrays that a step reads in part (the number
     of pages depends on free memory): a restart should find what the process before it learnt.
     """
+    library = cpu_library() if config.kernels else None
+    options = config.deciding_costs | {"cpu_kernels": library and library.level}
     return Costs.open(
         device=device_name(devices_of(model.mesh)[0]),
         model={
             "config": str(model.description.config),
             "weights": f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
             "mesh": _mesh_text(model),
-            "options": ", ".join(f"{name}={value}" for name, value in config.deciding_costs.items()),
+            "options": ", ".join(f"{name}={value}" for name, value in options.items()),
             "logits_processors": ", ".join(logits_processors),
         },
     )
