@@ -195,5 +195,5 @@ int main() {
       return 1;
     }
   }
-  std::printf("equal\n");
+  std::printf("right\n");
 }

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import subprocess
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +16,12 @@ from jax import lax
 
 from jaxinfer.pallas_kernels import KVPages, cached_attention, paged_attention
 from jaxinfer.pallas_kernels.attention import reference
-from jaxinfer.pallas_kernels.cpu.build import FOLDER, find_compiler, level_options
 from jaxinfer.pallas_kernels.cpu.library import Library, use_library
 from jaxinfer.pallas_kernels.dispatch import recorded_implementations
 from tests.kernels.cpu_levels import LEVELS_OF_TESTS, library_of
 from tests.kernels.stale import with_stale_slots
 from tests.kernels.test_decode_attention import Case, close
 from tests.kernels.test_decode_attention import reference as exact_reference
-
-SECONDS = 600
-"""How long compiling may take where everything else is busy."""
 
 
 @pytest.fixture(scope="module", params=LEVELS_OF_TESTS)
@@ -281,16 +275,3 @@ def test_other_dtypes_are_left_to_xla(qkv, cache, library):
     with use_library(library), recorded_implementations() as used:
         jax.eval_shape(lambda *args: cached_attention(*args, **SMALL.options), x.astype(qkv), pages, *rest[:2])
     assert [kind.name for kind in used["decode_attention"]] == ["xla"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_sanitizers_and_numbers_of_threads(sanitizer, tmp_path):
-    """The kernels alone, on 1, 2 and 7 threads: no error, and equal bits."""
-    level, compiler = library_of(None).level, find_compiler()
-    source, program = Path(__file__).with_name("attention_threads.cc"), tmp_path / "threads"
-    options = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    flags = [*options, *level_options(level), f"-I{FOLDER}"]
-    subprocess.run([*compiler.command, *flags, str(source), "-o", str(program)], check=True, timeout=SECONDS)
-    ended = subprocess.run([program], capture_output=True, text=True, timeout=SECONDS)
-    assert (ended.returncode, ended.stdout) == (0, "equal\n"), ended.stderr[-2000:]

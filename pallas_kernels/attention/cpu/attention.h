@@ -21,7 +21,7 @@
 namespace jaxinfer::attention {
 
 constexpr int kTileKeys = 64;
-constexpr int kAheadKeys = 32;      // how far keys are prefetched
+constexpr int kAheadKeys = 16;      // how far keys are prefetched
 constexpr int kMaxSplits = 32;      // of a row's keys
 constexpr int kTaskQueries = 64;    // of all KV heads of a task, unless one token has more
 constexpr int kTaskBytes = 1 << 10;  // of a token's keys, which lie beside each other, at least
@@ -393,14 +393,14 @@ class PagedAttention {
     for (int64_t c = 0; c < count; c += kFloats) {
       for (int64_t head = 0; head < state.heads; ++head) {
         const int64_t first = (state.first_head + head) * pages_.head_dim;
-        for (int i = 0; i < kFloats; ++i) {
-          prefetch_head(pages_.v + offsets[c + i] + first);
-          prefetch_head(pages_.k + offsets[c + kAheadKeys + i] + first);
-        }
         in_blocks(state.queries, [&](int64_t r, auto queries) {
           constexpr int kQueries = decltype(queries)::value, kKeys = kFloats / kQueries;
           const int64_t i = head * state.queries + r;
           for (int j = 0; j < kFloats; j += kKeys) {
+            for (int64_t k = c + j; r == 0 && k < c + j + kKeys; ++k) {  // a few at a time: loads wait for many
+              prefetch_head(pages_.v + offsets[k] + first);
+              prefetch_head(pages_.k + offsets[kAheadKeys + k] + first);
+            }
             multiply_keys<kQueries, kWhole>(state.q + i * stride_, pages_.k + first, offsets + c + j, pages_.head_dim,
                                             state.scores + i * kTileKeys + c + j, kTileKeys);
           }
