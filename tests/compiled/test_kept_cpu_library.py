@@ -14,8 +14,10 @@ import pytest
 from jaxinfer.compiled import cpu_checks, cpu_library, spec
 from jaxinfer.compiled.cpu_library import find_library, library_state
 from jaxinfer.disk_cache import KeptFiles
+from jaxinfer.pallas_kernels.cpu.build import LEVELS
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
 from tests.compiled.test_program import Add, spec_of
+from tests.kernels.cpu_levels import library_of
 from tests.kernels.test_cpu_library import ROOM, needs_compiler, script
 
 ROOT = Path(__file__).parents[2]
@@ -250,3 +252,11 @@ def test_the_library_of_this_machine_is_compared_with_xla():
     operations = {"cached_attention", "decode_attention", "expert_mlp", "linear_residual", "norm_linear"}
     assert operations <= set(state.operations)
     assert state.file.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_instruction_set_differs_from_xla(level):
+    operations, differences = cpu_checks.compare(library_of(level))
+    assert not differences
+    assert {"decode_attention", "expert_mlp", "norm_linear"} <= set(operations)
