@@ -102,6 +102,11 @@ class Jaxinfer:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         return self.llm.generate([prompt], params)[0].outputs[0].token_ids
 
+    def close(self):
+        """Wait for the step in flight: a process that ends meanwhile would abort."""
+        for llm in (*self.wide.values(), *([self.llm] if "llm" in vars(self) else [])):
+            llm.close()
+
     def throughput(self, prompts, outputs, watch, *, batch):
         """Generate for all prompts at once. The only way is never stopped."""
         if batch not in self.wide:
@@ -113,7 +118,8 @@ class Jaxinfer:
 
 
 def main(folder, dtype, threads, *sizes):
-    serve(lambda: Jaxinfer(folder, dtype, *map(int, sizes), prefix_caching=bool(sizes)))
+    engine = serve(lambda: Jaxinfer(folder, dtype, *map(int, sizes), prefix_caching=bool(sizes)))
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def timed_throughput(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": watch.seconds(), "tokens": tokens}
 
 
-def serve(load) -> None:
-    """Answer requests until standard input closes. `load()` creates the Engine; its prints go to stderr."""
+def serve(load):
+    """Answer requests until standard input closes; return the Engine, which `load()` creates. Prints go to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries' prints must not end up in the protocol
 
@@ -123,3 +123,4 @@ def serve(load) -> None:
             answer(**timed_throughput(engine, request))
         else:
             answer(tokens=engine.greedy(request["prompt"], request["count"]))
+    return engine
