@@ -40,7 +40,8 @@ from jaxinfer.progress import long_work
 
 VARIABLE = "JAXINFER_CPU_LIBRARY"
 """The environment variable by which a process has no library ("0"), or one whose limits are the default, so that they
-do not depend on what the machine did when they were measured ("unmeasured")."""
+do not depend on what the machine did when they were measured ("unmeasured"); "1" as without it."""
+_SETTINGS = ("", "1", "0", "unmeasured")
 
 FOLDER_VARIABLE = "JAXINFER_CPU_LIBRARY_FOLDER"
 """The environment variable that names a folder for libraries, instead of one in the user's cache folder."""
@@ -58,11 +59,11 @@ _CHECKS = "jaxinfer.compiled.cpu_checks"
 
 _log = logging.getLogger("jaxinfer.compiled")
 _lock = threading.Lock()
-_states: list["State"] = []
+_states: list["LibraryState"] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
+class LibraryState:
     """The library of this process, or why there is none.
 
     Attributes:
@@ -93,7 +94,7 @@ def cpu_library() -> Library | None:
     return library_state().library
 
 
-def library_state() -> State:
+def library_state() -> LibraryState:
     """Return the library of this process, or why there is none: that of the first call, for all later ones."""
     with _lock:
         if not _states:
@@ -110,20 +111,29 @@ def library_files() -> KeptFiles:
     return KeptFiles(Path(given) if given else cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
 
 
-def find_library(*, folder: Path = FOLDER, seconds: float = BUILD_SECONDS) -> State:
+def find_library(*, folder: Path = FOLDER, seconds: float = BUILD_SECONDS) -> LibraryState:
     """Find the library in the cache folder, or compile it.
 
     Args:
       folder: of the rooms whose sources are compiled.
       seconds: how long compiling may take, and the check; another process that does it is waited for as long.
+    Raises: ValueError for an unknown setting in the environment.
     """
-    possible = sys.platform == "linux" and jax.default_backend() == "cpu" and os.environ.get(VARIABLE) != "0"
+    possible = sys.platform == "linux" and jax.default_backend() == "cpu" and _setting() != "0"
     if not possible or not handlers(folder):
-        return State()
+        return LibraryState()
     try:
         return _Maker(find_compiler(), folder, seconds).state()
     except (BuildError, OSError) as error:
-        return State(reason=str(error))
+        return LibraryState(reason=str(error))
+
+
+def _setting() -> str:
+    """Return what the environment says of the library."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting not in _SETTINGS:
+        raise ValueError(f"{VARIABLE} must be 1, 0 (no library) or unmeasured, got {setting!r}.")
+    return setting
 
 
 class _Maker:
@@ -132,10 +142,10 @@ class _Maker:
     def __init__(self, compiler: Compiler, folder: Path, seconds: float):
         self.compiler, self.folder, self.seconds = compiler, folder, seconds
         self.files = library_files()
-        self.measures = os.environ.get(VARIABLE) != "unmeasured"
+        self.measures = _setting() != "unmeasured"
         self.name = self._record_name()
 
-    def state(self) -> State:
+    def state(self) -> LibraryState:
         """Return the library, or why there is none. Raises OSError if nothing can be kept, or the wait is too long."""
         if (state := self._kept()) is not None:
             return state
@@ -150,7 +160,7 @@ class _Maker:
             )
             self.files.write(self.name, json.dumps(record).encode())
             state = self._kept()
-        return state or State(reason="the library cannot be loaded")
+        return state or LibraryState(reason="the library cannot be loaded")
 
     def _made(self, done: Callable[[int], None], checking: Callable[[], None]) -> dict[str, Any]:
         """Compile, keep and check the library. Returns its record, or that of a failure. Raises OSError."""
@@ -184,20 +194,20 @@ class _Maker:
             raise BuildError(f"the kernels cannot be checked: {error}") from error
         return json.loads(text.splitlines()[-1])
 
-    def _kept(self) -> State | None:
+    def _kept(self) -> LibraryState | None:
         """Return what is kept: a library, which is loaded, or why there is none. None: it must be made."""
         if (text := self.files.get(self.name)) is None:
             return None
         record = json.loads(text)
         if "failure" in record:
-            return State(reason=record["failure"]) if time.time() - record["time"] < RETRY_SECONDS else None
+            return LibraryState(reason=record["failure"]) if time.time() - record["time"] < RETRY_SECONDS else None
         seen = {"compiler": record["compiler"], "operations": tuple(record["operations"])}
         level, differences = record["level"], record["differences"]
         verdict = "differs" if differences else "verified" if record["operations"] else "unverified"
         verdicts = dict.fromkeys(LEVELS, "unverified") | {level: verdict}
         if differences:
             reason = f"{level} kernels by {record['compiler']} differ from XLA's results: {'; '.join(differences[:3])}"
-            return State(reason=reason, verdicts=verdicts, **seen)
+            return LibraryState(reason=reason, verdicts=verdicts, **seen)
         library = Library(
             digest=record["digest"],
             level=level,
@@ -213,7 +223,7 @@ class _Maker:
             with contextlib.suppress(OSError):
                 self.files.remove(library.digest)
             return None
-        return State(library=library, file=self.files.folder / library.digest, verdicts=verdicts, **seen)
+        return LibraryState(library=library, file=self.files.folder / library.digest, verdicts=verdicts, **seen)
 
     def _record_name(self) -> str:
         """Return the name of the record: a digest of what is compiled, and of the code that calls and checks it."""

@@ -14,7 +14,7 @@ from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import generate
 from jaxinfer.compiled import cpu_library
-from jaxinfer.compiled.cpu_library import State, library_state
+from jaxinfer.compiled.cpu_library import LibraryState, library_state
 from jaxinfer.generation.api.build import open_costs
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
@@ -254,7 +254,7 @@ def test_which_cpu_kernels_run(model, monkeypatch):
         assert "32, not measured" in output
         assert str(state.file) in output.replace("\n", "").replace(" ", "")
         assert re.search(r"\n norm_linear +ffi \(cpu\)", output)
-    missing = State(reason="there is no C++ compiler")
+    missing = LibraryState(reason="there is no C++ compiler")
     monkeypatch.setattr(cpu_library, "_states", [missing])
     output = CliRunner().invoke(app, ["info", str(model)]).stdout
     assert re.search(r"\n CPU kernels +none: there is no C\+\+ compiler", output)

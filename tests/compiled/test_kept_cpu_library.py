@@ -17,7 +17,7 @@ from jaxinfer.disk_cache import KeptFiles
 from jaxinfer.pallas_kernels.cpu.build import LEVELS
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
 from tests.compiled.test_program import Add, spec_of
-from tests.kernels.cpu_levels import library_of
+from tests.kernels.cpu_levels import library_of, machine_state
 from tests.kernels.test_cpu_library import ROOM, needs_compiler, script
 
 ROOT = Path(__file__).parents[2]
@@ -186,8 +186,14 @@ def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch, fol
 
 def test_a_process_without_a_library(monkeypatch):
     monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "0")
-    assert find_library(folder=ROOM) == cpu_library.State()
-    assert str(cpu_library.State()) == "none"
+    assert find_library(folder=ROOM) == cpu_library.LibraryState()
+    assert str(cpu_library.LibraryState()) == "none"
+
+
+def test_an_unknown_setting_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "off")
+    with pytest.raises(ValueError, match=r"JAXINFER_CPU_LIBRARY must be 1, 0 .* or unmeasured, got 'off'\."):
+        find_library(folder=ROOM)
 
 
 def test_programs_without_kernels_ask_for_no_library(monkeypatch):
@@ -232,9 +238,7 @@ def test_a_number_of_rows_that_was_disturbed_does_not_decide(monkeypatch):
 
 def test_products_are_measured(monkeypatch):
     """With matrices of a few rows, as the machine's speed matters to no test."""
-    library = cpu_library.cpu_library()
-    if library is None:
-        pytest.skip("there is no library of CPU kernels here")
+    library = machine_state().library
     monkeypatch.setattr(cpu_checks, "MATRIX_BYTES", 1 << 20)
     monkeypatch.setattr(cpu_checks, "TURN_SECONDS", 1e-3)
     monkeypatch.setattr(cpu_checks, "ROUNDS", 2)
@@ -245,9 +249,7 @@ def test_products_are_measured(monkeypatch):
 
 
 def test_the_library_of_this_machine_is_compared_with_xla():
-    state = library_state()
-    if state.library is None:
-        pytest.skip(f"there is no library of CPU kernels here: {state.reason}")
+    state = machine_state()
     assert state.verdicts[state.library.level] == "verified"
     operations = {"cached_attention", "decode_attention", "expert_mlp", "linear_residual", "norm_linear"}
     assert operations <= set(state.operations)

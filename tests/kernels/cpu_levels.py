@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jaxinfer.compiled.cpu_library import cpu_library, library_files
+from jaxinfer.compiled.cpu_library import LibraryState, library_files, library_state
 from jaxinfer.disk_cache.processor import cpu_fields
 from jaxinfer.pallas_kernels.cpu.build import (
     LEVELS,
@@ -24,12 +24,29 @@ LEVELS_OF_TESTS = [
 """Parameters of tests: instruction sets; None: the best that the CPU has."""
 
 
+def machine_state() -> LibraryState:
+    """Return the library of this machine and what is known of it; skip the test if there is no compiler to have one.
+
+    With a compiler it must be there: otherwise a mistake in a source would leave its tests out.
+    """
+    state = library_state()
+    if state.library is not None:
+        return state
+    if not state.reason:
+        pytest.skip("this process does without CPU kernels")
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    pytest.fail(state.reason)
+
+
 @functools.cache
 def library_of(level: str | None) -> Library:
     """Return the library for a level, compiled once for all workers; skip the test if it cannot run here."""
     if level is None:
-        if (library := cpu_library()) is None:
-            pytest.skip("there is no library of CPU kernels here")
+        library = machine_state().library
+        assert library is not None
         return library
     flags = cpu_fields().get("flags", "").split()
     if level not in levels_of(flags):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from jaxinfer.compiled import ProgramSpec
-    from jaxinfer.compiled.cpu_library import State
+    from jaxinfer.compiled.cpu_library import LibraryState
     from jaxinfer.models import EncoderConfig, TransformerConfig, WeightFormat
     from jaxinfer.pallas_kernels.implementation import Implementation
     from jaxinfer.pallas_kernels.target import GPU
@@ -56,7 +56,7 @@ def print_kernels(
         _print_library(library_state())
 
 
-def _print_library(state: "State") -> None:
+def _print_library(state: "LibraryState") -> None:
     """Print which CPU kernels run on this machine, and up to how many rows; or why there are none."""
     from jaxinfer.cli.display import show, table
     from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
