@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <new>
 
+#include "cpu/buffer.h"
 #include "cpu/products.h"
 #include "cpu/simd.h"
 
@@ -32,20 +31,6 @@ struct Matrix {
   }
 };
 
-// Memory whose contents are arbitrary at first.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t(64)))) {}
-  T* get() const { return data_.get(); }
-
- private:
-  struct Delete {
-    void operator()(T* data) const { ::operator delete(data, std::align_val_t(64)); }
-  };
-  std::unique_ptr<T, Delete> data_;
-};
-
 // Quantises so that the largest magnitude is `levels`, and returns the scale. What is not finite makes it NaN, and so
 // all that is computed with it.
 template <typename Q>
@@ -57,10 +42,7 @@ float quantize(const float* x, int64_t size, int levels, Q* q) {
     return NAN;
   }
   const float scale = std::max(bit_cast<float>(largest), 1e-30f) / levels;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
-  for (int64_t i = 0; i < size; ++i) {
-    q[i] = static_cast<Q>(bit_cast<int32_t>(x[i] / scale + kRound) - bit_cast<int32_t>(kRound));
-  }
+  for (int64_t i = 0; i < size; ++i) q[i] = static_cast<Q>(nearest(x[i] / scale));
   return scale;
 }
 

@@ -53,6 +53,11 @@ inline Floats load(const bfloat16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+inline Floats load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
@@ -79,6 +84,11 @@ inline Floats load(const bfloat16* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
+inline Floats load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline float sum(Floats x) {
@@ -104,6 +114,12 @@ inline Floats load(const float* p) {
   return x;
 }
 inline Floats load(const bfloat16* p) { return Floats{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}; }
+inline Floats load(const int8_t* p) {
+  return Floats{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+                static_cast<float>(p[3])};
+}
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof(x)); }
+inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline float sum(Floats x) { return (x[0] + x[1]) + (x[2] + x[3]); }
@@ -115,42 +131,77 @@ inline void sums_of(const Floats* x, float* y) {
 
 #endif
 
-// The functions below have no branches, so that loops over them become vectors. Their errors are relative to the result
-// but for the last two, whose are absolute.
+typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));  // as many as Floats
 
-// e^x to 2e-7. Cephes' polynomial. NaN stays NaN; below -87.3 the result is 0 or the smallest normal number.
-inline float exp_of(float x) {
-  const float clamped = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
-  const float n = static_cast<float>(static_cast<int32_t>(clamped * 1.44269504f + (clamped < 0 ? -0.5f : 0.5f)));
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  // 2^n in two steps, as n may be 128.
-  const int32_t half = static_cast<int32_t>(n) / 2;
-  const float first = bit_cast<float>((half + 127) << 23);
-  const float second = bit_cast<float>((static_cast<int32_t>(n) - half + 127) << 23);
-  const float result = y * first * second;
-  return x < -103.0f ? 0.0f : (x > 88.8f ? INFINITY : (x == x ? result : x));
+// Loads the first `count` of a vector's numbers; the others are zero.
+template <typename T>
+inline Floats load_first(const T* p, int64_t count) {
+  T padded[kFloats] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
 }
 
-inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+inline float sum_of(const float* x, int64_t size) {
+  Floats sums = zeros();
+  int64_t i = 0;
+  for (; i + kFloats <= size; i += kFloats) sums = add(sums, load(x + i));
+  float total = sum(sums);
+  for (; i < size; ++i) total += x[i];
+  return total;
+}
 
-// tanh to 1e-7, absolute.
-inline float tanh_of(float x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
+inline float sum_of_squares(const float* x, int64_t size) {
+  Floats sums = zeros();
+  int64_t i = 0;
+  for (; i + kFloats <= size; i += kFloats) sums = multiply_add(load(x + i), load(x + i), sums);
+  float total = sum(sums);
+  for (; i < size; ++i) total += x[i] * x[i];
+  return total;
+}
 
-// The error function to 1.5e-7, absolute: Abramowitz and Stegun, formula 7.1.26.
-inline float erf_of(float x) {
-  const float magnitude = x < 0 ? -x : x;
-  const float t = 1.0f / (1.0f + 0.3275911f * magnitude);
-  const float polynomial =
-      t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-  const float y = 1.0f - polynomial * exp_of(-x * x);
-  return x < 0 ? -y : y;
+// 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even, and in the low bits of the sum.
+constexpr float kRound = 12582912.0f;
+
+// The nearest whole number of a magnitude below 2^22.
+inline int32_t nearest(float x) { return bit_cast<int32_t>(x + kRound) - bit_cast<int32_t>(kRound); }
+
+// e^x of each number to 2e-7, by Cephes' polynomial; 0 below -87, infinity above 88; NaN stays NaN.
+inline Floats exp_of(Floats x) {
+  const Floats least = broadcast(-87.0f), most = broadcast(88.0f);
+  const Floats clamped = x < least ? least : (x > most ? most : x);
+  const Floats round = broadcast(kRound);
+  const Floats shifted = multiply_add(clamped, broadcast(1.44269504f), round);
+  const Floats n = shifted - round;
+  Floats r = multiply_add(n, broadcast(-0.693359375f), clamped);
+  r = multiply_add(n, broadcast(2.12194440e-4f), r);
+  Floats y = broadcast(1.9875691500e-4f);
+  y = multiply_add(y, r, broadcast(1.3981999507e-3f));
+  y = multiply_add(y, r, broadcast(8.3334519073e-3f));
+  y = multiply_add(y, r, broadcast(4.1665795894e-2f));
+  y = multiply_add(y, r, broadcast(1.6666665459e-1f));
+  y = multiply_add(y, r, broadcast(5.0000001201e-1f));
+  y = multiply_add(y * r, r, r + broadcast(1.0f));
+  const Floats scaled = (Floats)((Words)y + ((Words)shifted << 23));
+  const Floats finite = x < least ? zeros() : (x > most ? broadcast(INFINITY) : scaled);
+  return x == x ? finite : x;
+}
+
+// tanh of each number to 1e-7, absolute.
+inline Floats tanh_of(Floats x) {
+  return broadcast(1.0f) - broadcast(2.0f) / (exp_of(x + x) + broadcast(1.0f));
+}
+
+// The error function of each number to 1.5e-7, absolute: Abramowitz and Stegun, formula 7.1.26.
+inline Floats erf_of(Floats x) {
+  const Floats one = broadcast(1.0f), magnitude = x < zeros() ? -x : x;
+  const Floats t = one / multiply_add(broadcast(0.3275911f), magnitude, one);
+  Floats y = broadcast(1.061405429f);
+  y = multiply_add(y, t, broadcast(-1.453152027f));
+  y = multiply_add(y, t, broadcast(1.421413741f));
+  y = multiply_add(y, t, broadcast(-0.284496736f));
+  y = multiply_add(y, t, broadcast(0.254829592f));
+  y = one - y * t * exp_of(-x * x);
+  return x < zeros() ? -y : y;
 }
 
 }  // namespace jaxinfer

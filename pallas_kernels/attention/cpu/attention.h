@@ -10,11 +10,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "attention/cpu/heads.h"
 #include "attention/cpu/vectors.h"
+#include "cpu/buffer.h"
 #include "cpu/simd.h"
 #include "cpu/tasks.h"
 
@@ -32,10 +32,7 @@ inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 
 // Floats that a task needs for a while, of arbitrary contents at first.
 class Scratch {
  public:
-  explicit Scratch(int64_t size) : memory_(new float[size + kLine]) {
-    const auto begin = reinterpret_cast<uintptr_t>(memory_.get()) / sizeof(float);
-    next_ = memory_.get() + (rounded_up(begin, kLine) - begin);
-  }
+  explicit Scratch(int64_t size) : memory_(size), next_(memory_.get()) {}
 
   float* take(int64_t size) {
     float* taken = next_;
@@ -48,7 +45,7 @@ class Scratch {
 
  private:
   static constexpr int64_t kLine = 16;
-  std::unique_ptr<float[]> memory_;
+  Buffer<float> memory_;
   float* next_;
 };
 
@@ -478,7 +475,7 @@ class PagedAttention {
       store(scores + c, weights);
       total = add(total, weights);
     }
-    state.factors[i] = exp_of(before - after);
+    state.factors[i] = std::exp(before - after);
     state.softmax.largest[i] = after;
     state.softmax.total[i] = state.softmax.total[i] * state.factors[i] + sum(total);
   }
@@ -509,7 +506,7 @@ class PagedAttention {
       for (int64_t p = 0; p < count; ++p) most = std::max(most, parts[p].largest[i]);
       std::fill(sums, sums + stride_, 0.0f);
       for (int64_t p = 0; p < count; ++p) {
-        const float factor = exp_of(parts[p].largest[i] - most);
+        const float factor = std::exp(parts[p].largest[i] - most);
         total += factor * parts[p].total[i];
         for (int64_t d = 0; d < stride_; d += kFloats) {
           const Floats part = load(parts[p].sums + i * stride_ + d);

@@ -30,9 +30,7 @@ inline float rounded(float x) {
 
 template <typename T>
 void normalize(float* x, const float* scale, float eps, int64_t size) {
-  float squares = 0.0f;
-  for (int64_t i = 0; i < size; ++i) squares += x[i] * x[i];
-  const float factor = 1.0f / std::sqrt(squares / size + eps);
+  const float factor = 1.0f / std::sqrt(sum_of_squares(x, size) / size + eps);
   for (int64_t i = 0; i < size; ++i) x[i] = rounded<T>(x[i] * factor * scale[i]);
 }
 
@@ -115,12 +113,6 @@ void store_heads(const Heads<T>& heads, const Pages<C>& pages, const Positions& 
   }
 }
 
-// The nearest whole number, ties to even, of magnitudes below 2^22.
-inline int8_t quantized(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  return static_cast<int8_t>(bit_cast<int32_t>(x + kRound) - bit_cast<int32_t>(kRound));
-}
-
 // Keys or values of one KV head on their way into int8 pages, by the rules of `write_pages`.
 struct Int8Writer {
   int8_t* values;  // of the head, in the first slot of the first page
@@ -149,7 +141,7 @@ struct Int8Writer {
     for (int64_t n = 0; n < count; ++n) {
       if (page[n] < 0) continue;
       int8_t* y = values + (page[n] * pages.page_size + offset(n)) * pages.stride();
-      for (int64_t i = 0; i < size; ++i) y[i] = quantized(x[n * size + i] / scale(page[n]));
+      for (int64_t i = 0; i < size; ++i) y[i] = static_cast<int8_t>(nearest(x[n * size + i] / scale(page[n])));
     }
   }
 
@@ -175,7 +167,7 @@ struct Int8Writer {
     if (ratio == 1.0f) return;
     for (int64_t slot = 0; slot < pages.page_size; ++slot) {
       int8_t* y = values + (page * pages.page_size + slot) * pages.stride();
-      for (int64_t i = 0; i < pages.head_dim; ++i) y[i] = quantized(y[i] * ratio);
+      for (int64_t i = 0; i < pages.head_dim; ++i) y[i] = static_cast<int8_t>(nearest(y[i] * ratio));
     }
   }
 };

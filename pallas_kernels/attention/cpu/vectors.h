@@ -8,8 +8,6 @@
 
 namespace jaxinfer {
 
-typedef uint32_t Words __attribute__((vector_size(sizeof(Floats))));  // as many as Floats
-
 // Returns x from a register: not one of several loads from the same address.
 inline Floats in_register(Floats x) {
 #if defined(__AVX512F__)
@@ -22,12 +20,7 @@ inline Floats in_register(Floats x) {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
-inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
-inline Floats load(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
 
 // Stores a vector in kRows parts of equal size.
 template <int kRows>
@@ -73,12 +66,7 @@ inline Floats sums(const Floats* x) {
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
-inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats load(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
 constexpr int place_of_sum(int i) { return i; }
 inline Floats sums(const Floats* x) {
   const Floats a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
@@ -88,13 +76,7 @@ inline Floats sums(const Floats* x) {
 
 #else
 
-inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof(x)); }
-inline Floats broadcast(float x) { return Floats{x, x, x, x}; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats load(const int8_t* p) {
-  return Floats{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
-                static_cast<float>(p[3])};
-}
 constexpr int place_of_sum(int i) { return i; }
 inline Floats sums(const Floats* x) { return Floats{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])}; }
 
@@ -109,46 +91,12 @@ inline void store_parts(Floats x, float* p, int64_t stride) {
 }
 #endif
 
-// Loads the first `count` of a vector's numbers; the others are zero.
-template <typename T>
-inline Floats load_first(const T* p, int64_t count) {
-  T padded[kFloats] = {};
-  std::memcpy(padded, p, count * sizeof(T));
-  return load(padded);
-}
-
 inline float largest(Floats x) {
   float lanes[kFloats];
   store(lanes, x);
   float result = lanes[0];
   for (int i = 1; i < kFloats; ++i) result = lanes[i] > result ? lanes[i] : result;
   return result;
-}
-
-// e^x of each number, as exp_of(float): to 2e-7; 0 below -87, e^88 above 88; NaN stays NaN.
-inline Floats exp_of(Floats x) {
-  const Floats least = broadcast(-87.0f), most = broadcast(88.0f);
-  const Floats clamped = x < least ? least : (x > most ? most : x);
-  const Floats round = broadcast(12582912.0f);  // 1.5 * 2^23: the low bits of a sum with it are a whole number
-  const Floats shifted = multiply_add(clamped, broadcast(1.44269504f), round);
-  const Floats n = shifted - round;
-  Floats r = multiply_add(n, broadcast(-0.693359375f), clamped);
-  r = multiply_add(n, broadcast(2.12194440e-4f), r);
-  Floats y = broadcast(1.9875691500e-4f);
-  y = multiply_add(y, r, broadcast(1.3981999507e-3f));
-  y = multiply_add(y, r, broadcast(8.3334519073e-3f));
-  y = multiply_add(y, r, broadcast(4.1665795894e-2f));
-  y = multiply_add(y, r, broadcast(1.6666665459e-1f));
-  y = multiply_add(y, r, broadcast(5.0000001201e-1f));
-  y = multiply_add(y * r, r, r + broadcast(1.0f));
-  const Floats scaled = (Floats)((Words)y + ((Words)shifted << 23));
-  const Floats finite = x < least ? zeros() : scaled;
-  return x == x ? finite : x;
-}
-
-// tanh of each number to 1e-7, absolute.
-inline Floats tanh_of(Floats x) {
-  return broadcast(1.0f) - broadcast(2.0f) / (exp_of(x + x) + broadcast(1.0f));
 }
 
 }  // namespace jaxinfer

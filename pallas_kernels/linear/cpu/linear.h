@@ -19,24 +19,6 @@ struct Norm {
   float eps = 0.0f;
 };
 
-inline float sum_of(const float* x, int64_t size) {
-  Floats sums = zeros();
-  int64_t i = 0;
-  for (; i + kFloats <= size; i += kFloats) sums = add(sums, load(x + i));
-  float total = sum(sums);
-  for (; i < size; ++i) total += x[i];
-  return total;
-}
-
-inline float sum_of_squares(const float* x, int64_t size) {
-  Floats sums = zeros();
-  int64_t i = 0;
-  for (; i + kFloats <= size; i += kFloats) sums = multiply_add(load(x + i), load(x + i), sums);
-  float total = sum(sums);
-  for (; i < size; ++i) total += x[i] * x[i];
-  return total;
-}
-
 // Reads a row and normalises it, in float.
 template <typename T>
 void read_row(const T* x, int64_t size, const Norm& norm, float* y) {
@@ -91,10 +73,7 @@ struct Linear {
   }
 
   void finish(float* totals, int m, int64_t begin, int64_t width, float* scratch) const {
-    if (bias != nullptr) {
-      for (int64_t i = 0; i < width; ++i) totals[i] += bias[begin + i];
-    }
-    activate_outputs(totals, width, activation, gated, scratch);
+    activate_outputs(totals, width, bias ? bias + begin : nullptr, activation, gated, scratch);
     const int64_t results = gated ? matrix.outputs / 2 : matrix.outputs;
     if (gated) width /= 2, begin /= 2;
     const int64_t at = m * results + begin;

@@ -133,8 +133,7 @@ struct ExpertMlp {
     const int64_t results = gated ? outputs / 2 : outputs, first = gated ? begin / 2 : begin;
     for (int64_t m = 0; m < part.size; ++m) {
       float* row = totals + m * count;
-      for (int64_t i = 0; bias && i < count; ++i) row[i] += bias[i];
-      activate_outputs(row, count, activation, gated, scratch);
+      activate_outputs(row, count, bias, activation, gated, scratch);
       std::copy_n(row, gated ? count / 2 : count, y + (part.begin + m) * results + first);
     }
   }
