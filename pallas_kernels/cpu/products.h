@@ -253,90 +253,111 @@ void products(const typename P::Weight* w, int64_t outputs, const typename P::X*
   }
 }
 
-// A row of x for int4 weights: words, with a scale for each group of inputs.
-struct GroupedRow {
-  const int16_t* values;  // [K]
-  const float* scales;    // [K / kGroup]
-  const float* offsets;   // [K / kGroup]: -8 times the sum of the group's x, since 8 is added to the weights
-};
-
-// Rows of x at a time.
+// Rows of x that multiply int4 weights at a time.
 constexpr int kInt4Rows = 4;
 
-// One row of int4 weights times M rows of x. scales: one of a group each `step`. y: the total of m at m * width.
-template <int M>
-void int4_row_product(const uint16_t* w, const float* scales, int64_t step, const GroupedRow* x, int64_t inputs,
-                      float* y, int64_t width) {
-  const int64_t groups = inputs / kGroup;
+// Outputs of int4 weights at a time: their scales of a group lie beside each other.
+constexpr int kInt4Outputs = 16;
+
+// How far ahead int4 weights are fetched, in words: unpacking them leaves no room for many loads that are under way.
+constexpr int kInt4Ahead = 4096;
+
 #if defined(__AVX512BW__) || defined(__AVX2__)
+
+// Words of int4 weights and of x, and what is done with them.
 #if defined(__AVX512BW__)
-  using Words = __m512i;
-  auto words_at = [](const void* p) { return _mm512_loadu_si512(p); };
-  auto shifted = [](Words x, int bits) { return _mm512_srli_epi16(x, bits); };
-  auto nibbles = [](Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); };
-  auto multiplied = [](Words x, Words y, Words sums) {
+using Int4Words = __m512i;
+inline Int4Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline Int4Words shifted(Int4Words x, int bits) { return _mm512_srli_epi16(x, bits); }
+inline Int4Words lowest_nibble(Int4Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
+inline Int4Words no_words() { return _mm512_setzero_si512(); }
+inline Int4Words multiply_words(Int4Words x, Int4Words y, Int4Words sums) {
 #if defined(__AVX512VNNI__)
-    return _mm512_dpwssd_epi32(sums, x, y);
+  return _mm512_dpwssd_epi32(sums, x, y);
 #else
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(x, y));
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(x, y));
 #endif
-  };
-  auto floats = [](Words x) { return _mm512_cvtepi32_ps(x); };
-  auto all = [](float x) { return _mm512_set1_ps(x); };
-  auto no_sums = [] { return _mm512_setzero_si512(); };
+}
+inline Floats floats_of(Int4Words x) { return _mm512_cvtepi32_ps(x); }
 #else
-  using Words = __m256i;
-  auto words_at = [](const void* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
-  auto shifted = [](Words x, int bits) { return _mm256_srli_epi16(x, bits); };
-  auto nibbles = [](Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); };
-  auto multiplied = [](Words x, Words y, Words sums) { return _mm256_add_epi32(sums, _mm256_madd_epi16(x, y)); };
-  auto floats = [](Words x) { return _mm256_cvtepi32_ps(x); };
-  auto all = [](float x) { return _mm256_set1_ps(x); };
-  auto no_sums = [] { return _mm256_setzero_si256(); };
+using Int4Words = __m256i;
+inline Int4Words load_words(const void* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Int4Words shifted(Int4Words x, int bits) { return _mm256_srli_epi16(x, bits); }
+inline Int4Words lowest_nibble(Int4Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); }
+inline Int4Words no_words() { return _mm256_setzero_si256(); }
+inline Int4Words multiply_words(Int4Words x, Int4Words y, Int4Words sums) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(x, y));
+}
+inline Floats floats_of(Int4Words x) { return _mm256_cvtepi32_ps(x); }
 #endif
-  constexpr int kRun = kGroup / 4;                    // words of a group, inputs of each of its four runs
-  constexpr int kWords = sizeof(Words) / 2;           // in a vector
-  Floats sums[M];
-  float offsets[M] = {};
-  for (auto& each : sums) each = zeros();
+
+// One output of int4 weights times M rows of x, which are `stride` apart, as vectors whose sums are the results.
+//
+// scales: [M, groups, kInt4Outputs], of this output first.
+template <int M>
+inline void int4_sums(const uint16_t* w, const float* scales, const int16_t* x, int64_t stride, int64_t groups,
+                      Floats* sums) {
+  constexpr int kRun = kGroup / 4;  // words of a group, inputs of each of its four runs
+  constexpr int kWords = sizeof(Int4Words) / 2;
+  for (int m = 0; m < M; ++m) sums[m] = zeros();
   for (int64_t g = 0; g < groups; ++g) {
-    Words parts[M];
-    for (auto& part : parts) part = no_sums();
+    prefetch(w + g * kRun + kInt4Ahead);
+    Int4Words parts[M];
+    for (auto& part : parts) part = no_words();
 #pragma GCC unroll 2
     for (int word = 0; word < kRun; word += kWords) {
-      const Words packed = words_at(w + g * kRun + word);
-      const Words runs[4] = {nibbles(packed), nibbles(shifted(packed, 4)), nibbles(shifted(packed, 8)),
-                             shifted(packed, 12)};
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const int16_t* values = x[m].values + g * kGroup + word;
+      Int4Words packed = load_words(w + g * kRun + word);
+      asm("" : "+v"(packed));  // compilers would load it for each of its uses
+      const Int4Words runs[4] = {lowest_nibble(packed), lowest_nibble(shifted(packed, 4)),
+                                 lowest_nibble(shifted(packed, 8)), shifted(packed, 12)};
 #pragma GCC unroll 4
-        for (int run = 0; run < 4; ++run) parts[m] = multiplied(runs[run], words_at(values + run * kRun), parts[m]);
+      for (int m = 0; m < M; ++m) {
+        const int16_t* values = x + m * stride + g * kGroup + word;
+#pragma GCC unroll 4
+        for (int run = 0; run < 4; ++run) {
+          parts[m] = multiply_words(runs[run], load_words(values + run * kRun), parts[m]);
+        }
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const float scale = scales[g * step];
-      sums[m] = multiply_add(floats(parts[m]), all(scale * x[m].scales[g]), sums[m]);
-      offsets[m] += scale * x[m].offsets[g];
+      const Floats scale = broadcast(scales[(m * groups + g) * kInt4Outputs]);
+      sums[m] = multiply_add(floats_of(parts[m]), scale, sums[m]);
     }
   }
-  for (int m = 0; m < M; ++m) y[m * width] = sum(sums[m]) + offsets[m];
+}
+
 #else
+
+template <int M>
+inline void int4_sums(const uint16_t* w, const float* scales, const int16_t* x, int64_t stride, int64_t groups,
+                      Floats* sums) {
+  constexpr int kRun = kGroup / 4;
   for (int m = 0; m < M; ++m) {
-    float total = 0.0f;
+    sums[m] = zeros();
     for (int64_t g = 0; g < groups; ++g) {
-      constexpr int kRun = kGroup / 4;
       int32_t part = 0;
       for (int i = 0; i < kGroup; ++i) {
         const int nibble = w[g * kRun + i % kRun] >> (4 * (i / kRun)) & 15;
-        part += nibble * x[m].values[g * kGroup + i];
+        part += nibble * x[m * stride + g * kGroup + i];
       }
-      total += scales[g * step] * (static_cast<float>(part) * x[m].scales[g] + x[m].offsets[g]);
+      sums[m][0] += scales[(m * groups + g) * kInt4Outputs] * static_cast<float>(part);
     }
-    y[m * width] = total;
   }
+}
+
 #endif
+
+// Adds to y [M, width] up to kInt4Outputs outputs of int4 weights times M rows of x. scales: [M, groups, kInt4Outputs].
+template <int M>
+void int4_products(const uint16_t* w, int64_t outputs, const float* scales, const int16_t* x, int64_t stride,
+                   int64_t groups, float* y, int64_t width) {
+  const int64_t words = groups * kGroup / 4;  // of an output
+  for (int64_t n = 0; n < outputs; ++n) {
+    Floats sums[M];
+    int4_sums<M>(w + n * words, scales + n, x, stride, groups, sums);
+    for (int m = 0; m < M; ++m) y[m * width + n] += sum(sums[m]);
+  }
 }
 
 }  // namespace jaxinfer

@@ -141,40 +141,47 @@ class Rows {
   }
 
   void int4(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
-    constexpr int kAtOnce = 16;  // outputs, whose scales lie beside each other for each group
-    const auto* w_scale = static_cast<const bfloat16*>(matrix.scale);
-    Buffer<float> scales(kAtOnce * groups_);
-    for (int64_t n = begin; n < end; n += kAtOnce) {
-      const int64_t count = std::min<int64_t>(kAtOnce, end - n);
-      for (int64_t g = 0; g < groups_; ++g) {
-        const bfloat16* from = w_scale + g * matrix.outputs + n;
-        prefetch(from + 2 * kAtOnce);
-        for (int64_t i = 0; i < count; ++i) scales.get()[g * kAtOnce + i] = to_float(from[i]);
-      }
+    const int64_t width = end - begin;
+    Buffer<float> scales(std::min(rows, kInt4Rows) * groups_ * kInt4Outputs);
+    for (int64_t n = begin; n < end; n += kInt4Outputs) {
+      const int64_t outputs = std::min<int64_t>(kInt4Outputs, end - n);
       const auto* w = static_cast<const uint16_t*>(matrix.weight) + n * inputs_ / 4;
-      for (int64_t i = 0; i < count; ++i) {
-        float* totals = y + n + i - begin;
-        int4_output(w + i * inputs_ / 4, scales.get() + i, kAtOnce, first, rows, totals, end - begin);
+      for (int m = 0; m < rows; m += kInt4Rows) {
+        const int some = std::min(rows - m, kInt4Rows);
+        float* totals = y + m * width + n - begin;
+        for (int i = 0; i < some; ++i) {
+          int4_scales(matrix, n, outputs, first + m + i, scales.get() + i * groups_ * kInt4Outputs, totals + i * width);
+        }
+        const auto product = some == 4   ? int4_products<4>
+                             : some == 3 ? int4_products<3>
+                             : some == 2 ? int4_products<2>
+                                         : int4_products<1>;
+        const int16_t* x = values<int16_t>() + (first + m) * stride_;
+        product(w, outputs, scales.get(), x, stride_, matrix.inputs / kGroup, totals, width);
       }
     }
   }
 
-  // One output of all rows: y [m * width] of row m.
-  void int4_output(const uint16_t* w, const float* w_scale, int64_t step, int first, int rows, float* y,
-                   int64_t width) const {
-    for (int m = 0; m < rows; m += kInt4Rows) {
-      GroupedRow x[kInt4Rows];
-      const int count = std::min(rows - m, kInt4Rows);
-      for (int i = 0; i < count; ++i) {
-        const int64_t row = first + m + i;
-        x[i] = {values<int16_t>() + row * stride_, scales_.get() + row * groups_, offsets_.get() + row * groups_};
+  // The scales of outputs from n on for one row of x: scales [groups, kInt4Outputs] are those of the weights times that
+  // of the row's group. Sets `totals` to what is computed too much, since 8 is added to the weights.
+  void int4_scales(const Matrix& matrix, int64_t n, int64_t outputs, int row, float* scales, float* totals) const {
+    constexpr int kVectors = kInt4Outputs / kFloats;
+    Floats offsets[kVectors];
+    for (auto& each : offsets) each = zeros();
+    for (int64_t g = 0; g < groups_; ++g) {
+      bfloat16 padded[kInt4Outputs] = {};
+      const bfloat16* from = static_cast<const bfloat16*>(matrix.scale) + g * matrix.outputs + n;
+      prefetch(from + 2 * kInt4Outputs);
+      std::memcpy(padded, from, outputs * sizeof(bfloat16));
+      for (int i = 0; i < kVectors; ++i) {
+        const Floats scale = load(padded + i * kFloats);
+        store(scales + g * kInt4Outputs + i * kFloats, scale * broadcast(scales_.get()[row * groups_ + g]));
+        offsets[i] = multiply_add(scale, broadcast(offsets_.get()[row * groups_ + g]), offsets[i]);
       }
-      const auto product = count == 4   ? int4_row_product<4>
-                           : count == 3 ? int4_row_product<3>
-                           : count == 2 ? int4_row_product<2>
-                                        : int4_row_product<1>;
-      product(w, w_scale, step, x, inputs_, y + m * width, width);
     }
+    float all[kInt4Outputs];
+    for (int i = 0; i < kVectors; ++i) store(all + i * kFloats, offsets[i]);
+    std::copy(all, all + outputs, totals);
   }
 
 #if defined(__AVX512BF16__)
@@ -188,7 +195,7 @@ class Rows {
   int64_t inputs_, stride_, groups_;
   Buffer<std::byte> values_;
   Buffer<float> scales_;   // int8: of each row; int4: of each group
-  Buffer<float> offsets_;  // int8: each row's sum, which is exact up to 2^24; int4: as in GroupedRow
+  Buffer<float> offsets_;  // int8: each row's sum, which is exact up to 2^24; int4: -8 times each group's sum of x
 };
 
 // Ranges of outputs are in units of so many: even, for pairs, and whole tiles of the products.
