@@ -9,12 +9,10 @@ FOLDER/layers.json             what is where, a crc32c of every block, and one o
 Orbax's files are unaligned and compressed in parts: reading a layer of them takes a core and half the disk's speed.
 """
 
-import contextlib
 import dataclasses
 import errno
 import itertools
 import math
-import mmap
 import os
 import pathlib
 import re
@@ -31,18 +29,17 @@ import msgspec
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.writing import sole_owner
 from jaxinfer.progress import long_work
 
 FORMAT = 2
 MANIFEST = "layers.json"
-ALIGNMENT = 4096
 BLOCK_BYTES = 8 << 20
 """Read at once, and verified by itself; at 8 MiB a read costs the CPU least for each byte."""
 EXPERT_BLOCK_BYTES = 2 << 20
 """Likewise where experts have files of their own: of the few that a token needs, all threads read parts."""
-HUGE_PAGE = 2 << 20
 ATTEMPTS = 4
 """How often a block is read before its error counts."""
 FIRST_DELAY = 0.05
@@ -268,31 +265,6 @@ def _open(file: pathlib.Path) -> tuple[int, bool]:
 def slice_start(index: Any) -> tuple[int, ...]:
     """Return where a device's part of an array (slices) begins, by which `LayerFiles.views` finds it."""
     return tuple(part.start or 0 for part in index)
-
-
-def aligned(size: int) -> int:
-    """Return the least multiple of `ALIGNMENT` that has room for so many bytes.
-
-    >>> aligned(5000)
-    8192
-    """
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def aligned_buffer(size: int) -> np.ndarray:
-    """Return uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone.
-
-    From a block on they are huge where the system has such. A disk takes a request of a limited number of pieces of
-    memory, which pages are unless they happen to follow each other: reads of huge ones are 1.2 to 3 times as fast.
-    """
-    if size < BLOCK_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
-    with contextlib.suppress(OSError):  # a kernel without
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    start = -array.ctypes.data % HUGE_PAGE
-    return array[start : start + size]
 
 
 def write_layers(

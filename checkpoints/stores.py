@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxinfer.checkpoints.layer_files import LayerFiles, aligned_buffer, slice_start
+from jaxinfer.checkpoints.host_memory import aligned_buffer
+from jaxinfer.checkpoints.layer_files import LayerFiles, slice_start
 from jaxinfer.checkpoints.readers import Readers
 
 TAKE_SECONDS = 1.0

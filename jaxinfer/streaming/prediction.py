@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.layer_files import ALIGNMENT, BLOCK_BYTES, aligned_buffer, read_direct
+from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned_buffer
+from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, read_direct
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import to_host
 from jaxinfer.models.devices import devices_of

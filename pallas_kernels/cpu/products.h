@@ -144,6 +144,9 @@ struct Int8Product {
 #endif
 };
 
+// How far ahead a row of the matrix that multiplies one row of x is fetched, in bytes.
+constexpr int64_t kRowAhead = 2048;
+
 // One row of the matrix times one row of x. Several sums, since an addition waits for the one before.
 template <typename P>
 typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x, int64_t inputs) {
@@ -154,6 +157,7 @@ typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x
   for (; k + kStep <= inputs; k += kStep) {
     for (int i = 0; i < kSums; ++i) {
       const int64_t at = k + i * P::kBlock;
+      prefetch(reinterpret_cast<const char*>(w + at) + kRowAhead);
       sums[i] = P::multiply(P::factor(w + at), x + at, sums[i]);
     }
   }
@@ -168,15 +172,13 @@ typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x
 
 // Four rows of the matrix times M rows of x, whose rows are `stride` apart. y: the total of r and m at r + m * width.
 //
-// kAhead: the four rows behind these are fetched.
-template <typename P, int M, bool kAhead>
+// Fetches `lines` lines of 64 bytes for each block of inputs, from `ahead` on.
+template <typename P, int M>
 void tile_product(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs,
-                  typename P::Total* y, int64_t width) {
-  constexpr int64_t kBytes = 4 * P::kBlock * sizeof(typename P::Weight);  // of a block of all rows
+                  typename P::Total* y, int64_t width, const char* ahead, int lines) {
   typename P::Sums sums[M][4];
   for (auto& row : sums)
     for (auto& each : row) each = P::none();
-  const char* ahead = reinterpret_cast<const char*>(w + 4 * inputs);
   int64_t k = 0;
   auto block = [&](const typename P::Weight* rows, int64_t row_stride) {
     typename P::Factor factors[4];
@@ -189,10 +191,7 @@ void tile_product(const typename P::Weight* w, const typename P::X* x, int64_t s
     }
   };
   for (; k + P::kBlock <= inputs; k += P::kBlock) {
-    if constexpr (kAhead) {
-      for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch(ahead + byte);
-      ahead += kBytes;
-    }
+    for (int line = 0; line < lines; ++line, ahead += 64) prefetch(ahead);
     block(w + k, inputs);
   }
   if (k < inputs) {
@@ -211,15 +210,25 @@ constexpr int kTileRows = 4;
 constexpr int kTileRows = 2;
 #endif
 
+// How far ahead tiles are fetched at least, in bytes.
+constexpr int64_t kLeastAhead = 8192;
+
 // Four rows of the matrix times all rows of x.
+//
+// The four behind them are fetched meanwhile, each part of them along with some rows of x: memory must not wait for the
+// last of these.
 template <typename P>
 void tile_products(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs, int rows,
                    typename P::Total* y, int64_t width) {
+  constexpr int kLines = (4 * P::kBlock * sizeof(*w) + 63) / 64;  // of a block of all rows
+  const int parts = std::min((rows + kTileRows - 1) / kTileRows, kLines), lines = (kLines + parts - 1) / parts;
+  const auto* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(4 * inputs * sizeof(*w), kLeastAhead);
   for (int m = 0; m < rows; m += kTileRows) {
+    const int part = m / kTileRows;
     auto some = [=](auto count) {
-      constexpr int M = decltype(count)::value;
-      const auto product = m == 0 ? tile_product<P, M, true> : tile_product<P, M, false>;
-      product(w, x + m * stride, stride, inputs, y + m * width, width);
+      tile_product<P, decltype(count)::value>(w, x + m * stride, stride, inputs, y + m * width, width,
+                                              ahead + part * lines * (inputs / P::kBlock) * 64,
+                                              part < parts ? lines : 0);
     };
     switch (std::min(rows - m, kTileRows)) {
 #if defined(__AVX512F__)

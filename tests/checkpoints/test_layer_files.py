@@ -4,14 +4,12 @@ import dataclasses
 import errno
 import fcntl
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import crc32c
 import jax
@@ -22,12 +20,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinfer.checkpoints import CheckpointError, layer_files, readers, stores
+from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned_buffer
 from jaxinfer.checkpoints.layer_files import (
-    ALIGNMENT,
     LayerFiles,
     LayersManifest,
     StoredSlice,
-    aligned_buffer,
     write_layers,
 )
 from jaxinfer.checkpoints.stores import DiskStore, Staging
@@ -57,17 +54,6 @@ def read_all(files, layer):
     for offset in files.blocks(layer):
         files.read_block(layer, offset, buffer.data)
     return files.views(layer, buffer)
-
-
-@pytest.mark.parametrize("size", [ALIGNMENT, layer_files.BLOCK_BYTES, 3 * layer_files.BLOCK_BYTES - 1])
-def test_a_buffer_is_of_huge_pages_from_a_block_on(size):
-    buffer = aligned_buffer(size)
-    assert (buffer.shape, buffer.flags.writeable, buffer.any()) == ((size,), True, False)
-    large = size >= layer_files.BLOCK_BYTES
-    assert buffer.ctypes.data % (layer_files.HUGE_PAGE if large else ALIGNMENT) == 0
-    mappings = re.findall(r"^(\w+)-(\w+) .*?VmFlags:(.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S)
-    (flags,) = [f for start, end, f in mappings if int(start, 16) <= buffer.ctypes.data < int(end, 16)]
-    assert ("hg" in flags.split()) == large
 
 
 def test_layers_are_read_as_they_were_written(folder):

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.layer_files import aligned
+from jaxinfer.checkpoints.host_memory import aligned
 from jaxinfer.checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.compiled import cache_folder
 from jaxinfer.experts.errors import InsufficientMemoryError, LoadError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.filesize import decimal
 
-from jaxinfer.checkpoints.layer_files import aligned
+from jaxinfer.checkpoints.host_memory import aligned
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Manifest
+from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, WeightMemory
 from jaxinfer.checkpoints.manifest import part_name, part_of
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
@@ -190,19 +191,28 @@ class OpenedModel:
         )
         selected = {name: leaf for name, leaf in self.shapes.items() if only(name) and (expert is None or leaf.parts)}
         arrays: dict[str, jax.Array] = {}
+        memory = self._weight_memory([leaf if expert is None else leaf.part for leaf in selected.values()])
         with long_work("loading weights", total=len(selected)) as work:
             for name, array in stored:
                 whole, _ = part_of(name)
                 for made, value in _adapt(whole, array, self.shapes[whole]).items():
                     leaf = self.shapes[made] if expert is None else self.shapes[made].part
                     sharding = devices.sharding_on(self._mesh_of(made), self.rules, leaf.axes, leaf.shape)
-                    arrays[made] = jax.device_put(value, sharding)
+                    placed = jax.device_put(value, sharding)
+                    arrays[made] = placed if memory is None else memory.move(placed)
                     arrays[made].block_until_ready()  # otherwise reading runs ahead and the originals pile up
                     work.advance()
         if self.stages is not None:
             return self._join_stages(self.stages, arrays)
         names = [name for name in selected if name in arrays]
         return {name if expert is None else part_name(name, expert): arrays[name] for name in names}
+
+    def _weight_memory(self, leaves: Collection[Leaf]) -> WeightMemory | None:
+        """Return memory for these leaves where the host's processors are the devices."""
+        if self.platform != "cpu":
+            return None
+        room = ARRAY_ALIGNMENT * len(devices.devices_of(self.mesh))  # each device's part may need some more
+        return WeightMemory(sum(leaf.bytes + room for leaf in leaves))
 
     @functools.cached_property
     def _stage_of(self) -> dict[str, int]:
