@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 ALIGNMENT = 4096
-"""Of what is read from files: `O_DIRECT` needs it."""
+"""Alignment of what is read from files: `O_DIRECT` needs it."""
 HUGE_PAGE = 2 << 20
 HUGE_FROM = 8 << 20
 """Bytes from which on memory is of huge pages: of a smaller one much of the last page would be lost."""
 ARRAY_ALIGNMENT = 64
-"""Of arrays that JAX takes without a copy."""
+"""Alignment of arrays that JAX takes without a copy."""
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:

@@ -13,8 +13,8 @@ def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     best = jnp.max(scores, axis=-1)
     index, size = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1), scores.shape[-1]
-    found = (scores == best[..., None]) | (scores != scores)
-    return best, jnp.min(jnp.where(found, index, size), axis=-1)
+    is_best = (scores == best[..., None]) | (scores != scores)
+    return best, jnp.min(jnp.where(is_best, index, size), axis=-1)
 
 
 def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:

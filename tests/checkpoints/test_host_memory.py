@@ -54,6 +54,17 @@ def test_devices_share_the_parts_that_they_have_in_common():
     assert len(set(addresses(moved))) == 2
 
 
+def test_a_program_that_may_overwrite_a_shared_part_does_not():
+    mesh = MeshConfig(data=2).build()
+    array = jax.device_put(jnp.arange(64.0), NamedSharding(mesh, PartitionSpec()))
+    moved = WeightMemory(array.nbytes).move(array)
+    before = [np.asarray(shard.data) for shard in moved.addressable_shards]
+    result = jax.jit(lambda x: x + 1, donate_argnums=0)(moved)
+    np.testing.assert_array_equal(np.asarray(result), np.arange(64.0) + 1)
+    for part in before:
+        np.testing.assert_array_equal(part, np.arange(64.0))
+
+
 def test_arrays_outlive_those_that_they_were_copied_from_and_give_the_memory_back(monkeypatch):
     buffers = []
 
