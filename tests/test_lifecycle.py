@@ -57,7 +57,7 @@ def kinds(model_dir, vit, registered, service_options, board):
     }
 
 
-@pytest.fixture(params=[LLM, Embedder, AsyncLLM, System, Service])
+@pytest.fixture(params=[LLM, pytest.param(Embedder, marks=pytest.mark.slow), AsyncLLM, System, Service])
 def kind(request, kinds):
     """How one of them is made, and asked."""
     gc.collect()  # what other tests have left

@@ -84,6 +84,7 @@ def test_a_wheel_is_typed_and_describes_itself(wheel):
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", page), "links that lead nowhere on PyPI"
 
 
+@pytest.mark.slow
 def test_an_sdist_has_each_package_once_and_makes_the_same_wheel(wheel, tree, tmp_path):
     with tarfile.open(hatch(tree, "sdist", tmp_path / "sdist")) as archive:
         (top,) = {PurePosixPath(name).parts[0] for name in archive.getnames()}

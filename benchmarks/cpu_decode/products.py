@@ -23,6 +23,7 @@ from benchmarks.cpu_decode.step_bytes import QUANTISED
 from benchmarks.cpu_decode.steps import MODEL, TARGETS
 from benchmarks.report import Report
 from benchmarks.workers import run_module
+from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, WeightMemory, aligned
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.compiled.options import LARGE_WEIGHTS, compiler_options
 from jaxinfer.models import DecoderConfig
@@ -40,7 +41,7 @@ class Chain(Sizes):
 
 
 def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
-    """Make the matrices of every layer (qkv, out, gate and up, down), and the head; each has memory of its own."""
+    """Make the matrices of every layer (qkv, out, gate and up, down), and the head; they lie where models' do."""
     attention, rng = config.attention, np.random.default_rng(0)
     width = attention.q_heads * attention.head_dim
     qkv = attention.kv_heads * (attention.group + 2) * attention.head_dim
@@ -51,10 +52,13 @@ def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
         matrix = jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5)
         return quantize(matrix, fmt) if fmt in QUANTISED else Weights(matrix.astype(fmt))  # type: ignore[arg-type]
 
-    first = [make(shape, dtype) for shape in shapes]
-    copies = [tuple(jax.tree.map(jnp.copy, tuple(first))) for _ in range(config.layers)]
+    first = tuple(make(shape, dtype) for shape in shapes)
     table = "int8" if config.tied and dtype == "int4" else dtype  # as models store it
-    return [*copies, (make((config.vocab, config.embed), table),)]
+    head = make((config.vocab, config.embed), table)
+    leaves = [*jax.tree.leaves(first) * config.layers, *jax.tree.leaves(head)]
+    memory = WeightMemory(sum(aligned(leaf.nbytes, ARRAY_ALIGNMENT) for leaf in leaves))
+    copies = [jax.tree.map(memory.move, first) for _ in range(config.layers)]
+    return [*copies, (jax.tree.map(memory.move, head),)]
 
 
 def chain(x: jax.Array, scale: jax.Array, weights: list[tuple[Weights, ...]], *, width: int) -> jax.Array:

@@ -54,6 +54,7 @@ def repeated(trace):
     return sum(name in types[max(place - 20, 0) : place] for place, name in enumerate(types)) / len(types)
 
 
+@pytest.mark.slow
 def test_all_figures(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from benchmarks.coserve.plots import draw_all

@@ -28,6 +28,7 @@ def llms(tmp_path_factory):
     return [LLM(path, token_budget=8, mesh=mesh, **SIZES) for mesh in (None, MeshConfig(pipeline=2))]
 
 
+@pytest.mark.slow
 def test_both_strides_of_a_ring_give_the_tokens_of_one_device_in_the_ticks_of_their_closed_forms(llms):
     alone, staged = llms
     queued, drained = (decode(staged, PROMPTS, 5, stride) for stride in STRIDES.values())

@@ -35,6 +35,7 @@ def check_distribution(found, samples):
     assert 0 < found["min"] <= found["mean"] <= found["max"]
 
 
+@pytest.mark.slow
 def test_latency(model_dir, tmp_path):
     file = tmp_path / "latency.json"
     file.write_text("of an earlier run")

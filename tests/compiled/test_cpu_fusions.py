@@ -101,7 +101,8 @@ def test_no_other_program_does(modules, arguments):
     assert not any(garbled_products(hlo) for hlo in programs.values())
 
 
-@pytest.mark.parametrize("cases", ["demo", pytest.param("others", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["demo", "others"])
 def test_operations_with_fusions_and_without_are_their_references(run, cases):
     outcomes = json.loads(run([sys.executable, "-m", "tests.compiled.cpu_operations", cases]))
     wrong = {

@@ -69,6 +69,7 @@ def test_it_is_compiled_once(tmp_path, monkeypatch, folder):
     assert log.read_text() == 2 * "compiled\n"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_at_once_compile_once(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, f"time.sleep(1); {forwarding()}")

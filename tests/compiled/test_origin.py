@@ -130,5 +130,6 @@ def test_a_system(board):
     assert in_a_child(SYSTEM, board) == ["ClosedError True"] * 2
 
 
+@pytest.mark.slow
 def test_a_service(vit, registered):
     assert in_a_child(SERVICE, vit, registered) == ["ClosedError True", "RuntimeError True"]

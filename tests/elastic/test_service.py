@@ -66,6 +66,7 @@ def test_answers_are_the_models_own(service, level):
     assert {a.level for a in answers} == {level}
 
 
+@pytest.mark.slow
 def test_backbones_with_registers_and_other_features(options, tmp_path):
     """As DINOv2 with registers: no labels, and heads of tasks see the class token beside the mean of patches."""
     config = dataclasses.replace(CONFIG, labels=(), registers=3, pooling=ImagePooling.CLS_AND_MEAN)

@@ -130,6 +130,7 @@ def test_what_a_ring_recorded_is_drawn():
     assert rows(printed({"recorded": recorded})) == [["5", "."], [".", "5"]]
 
 
+@pytest.mark.slow
 def test_what_a_compiled_ring_did_is_its_schedule_and_is_drawn(monkeypatch):
     """At each step of some requests: prompts in chunks, and passes of decoding."""
     llm = LLM(ROOT / "examples/demo_model", mesh=MeshConfig(pipeline=2), max_batch=4, context=128, chunk_size=16)

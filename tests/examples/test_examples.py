@@ -44,6 +44,7 @@ def test_batch_generate(capsys):
     assert "speculative tokens were accepted" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_async_generate(model_dir, capsys):
     text, outputs = asyncio.run(async_generate.run(str(model_dir), max_tokens=8))
     assert text == outputs[0].outputs[0].text
@@ -61,6 +62,7 @@ def test_stream_weights(model_dir, capsys, monkeypatch):
     assert all(text in printed for text in texts)
 
 
+@pytest.mark.slow
 def test_generate_on_mesh(model_dir, capsys, monkeypatch):
     monkeypatch.setattr(generate_on_mesh, "PROMPTS", ["import os\n"])  # few programs to compile
     on_mesh, alone = generate_on_mesh.run(str(model_dir), str(ROOT / "examples/mesh.toml"), max_tokens=8)

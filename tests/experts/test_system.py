@@ -344,6 +344,7 @@ with System(config(pathlib.Path(sys.argv[1]), ["c0"]), profiles=AnyProfiles()) a
 """
 
 
+@pytest.mark.slow
 def test_a_model_directory_that_may_not_be_written_to(board, tmp_path):
     shutil.copytree(board / "c0", tmp_path / "models" / "c0", ignore=shutil.ignore_patterns("layers-*"))
     namespace = ["unshare", "--map-root-user", "--mount"]

@@ -118,6 +118,7 @@ def test_any_shape(count, r, protected, padding, seed):
     check(compiled(*args, r, protected=protected), args, r, protected, 1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(margin=st.sampled_from([-1.0, 0.3, 0.9]), **SHAPES)
 def test_any_shape_by_energy(count, r, protected, padding, seed, margin):

@@ -225,6 +225,7 @@ def test_experts(board, faults, monkeypatch):
     run(lambda: Judging(board), faults)
 
 
+@pytest.mark.slow
 def test_elastic_tokens(vit, registered, service_options, faults, monkeypatch):
     with Service.from_checkpoint(vit, repository=registered, **service_options) as service:
         service.measure_latency()

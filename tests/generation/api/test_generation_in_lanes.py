@@ -106,8 +106,9 @@ def test_lanes_of_several_devices(split, alone):
     assert generate(split, seeded) == generate(alone, seeded)
 
 
-@pytest.mark.parametrize("mesh", [LANES, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [LANES, SPLIT], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_speculation(model_dir, mesh, kv_dtype):
     """A lane whose rows have speculative tokens beside one whose rows have none."""
     options = {**SIZES, "num_speculative_tokens": 4, "kv_dtype": kv_dtype, "max_batch": 1}

@@ -311,12 +311,9 @@ REPEATING = [
 REPEATED = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9]]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [TWO, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (FOUR, MeshConfig(pipeline=2, tensor=2)))],
-    ids=str,
-)
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [TWO, FOUR, MeshConfig(pipeline=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_speculation(five, alone, mesh, kv_dtype):
     """The tokens of one device without it: a row that has speculative tokens, and one that has none."""
     plain = alone if kv_dtype is None else LLM(five, kv_dtype=kv_dtype, **FEW)

@@ -377,6 +377,7 @@ def test_what_would_do_nothing_is_refused(model_dir, shape, rules, message):
         LLM(model_dir, mesh=mesh, rules=rules)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_jax_with_its_axes_in_another_order(model_dir):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("tensor", "data"), axis_types=(AxisType.Auto,) * 2)

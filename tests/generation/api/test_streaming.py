@@ -225,6 +225,7 @@ def test_narrow_weights_and_caches(model_dir, options):
     assert generate(streamed, GREEDY) == generate(alone, GREEDY)
 
 
+@pytest.mark.slow
 @in_both
 def test_adapters(model_dir, tmp_path, dtype):
     rng = np.random.default_rng(0)
@@ -262,7 +263,8 @@ def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights, mesh):
     assert all(one.kind == "all-reduce" for one in exchanged(llm))
 
 
-@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["host", "disk"])
 def test_on_a_mesh_layers_have_leaves_of_their_own(tmp_path, weights):
     """The first layer has more leaves than the second, in another order of shardings, and other widths to pad."""
     plain = dataclasses.replace(CONFIG.mlp, hidden=45, gated=False)

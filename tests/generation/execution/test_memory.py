@@ -122,6 +122,7 @@ def test_each_device_of_stages_has_what_was_planned(axes, kv_dtype, tmp_path):
         assert held == {"weights": mesh.size * plan.weights, "KV pages": mesh.size * plan.cache}
 
 
+@pytest.mark.slow
 def test_scarce_memory_of_stages_is_divided_by_what_the_ring_needs(tmp_path, monkeypatch):
     path = save_tiny(tmp_path / "model", config=dataclasses.replace(TINY, layers=4))
     model = load_model(path, mesh=MeshConfig(pipeline=2).build(jax.devices()[:2]))

@@ -63,6 +63,7 @@ def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works
         assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
 
 
+@pytest.mark.slow
 def test_what_a_stage_takes_of_each_device_is_that_of_its_layers(tmp_path):
     path = save_tiny(tmp_path / "model", config=dataclasses.replace(TINY, layers=4))
     mesh = MeshConfig(pipeline=2).build(jax.devices()[:2])
