@@ -1,5 +1,6 @@
 """The engine: requests in, tokens out, one step at a time."""
 
+import contextlib
 import inspect
 import logging
 import threading
@@ -174,12 +175,13 @@ class Engine:
     def _collect(self, depth: int) -> None:
         """Collect steps and commit their results, until at most `depth` are in flight."""
         while len(self._in_flight) > depth:
-            step = self._in_flight.popleft()
+            step = self._in_flight[0]  # stays there if an interrupt ends the wait
             try:
                 output = self.executor.collect(step)
             except Exception as error:
                 self._recover(step.batch.sequences, error)
             else:
+                self._in_flight.popleft()
                 self._commit(step.batch, output)
 
     def _commit(self, batch: Batch, output: StepOutput) -> None:
@@ -208,7 +210,7 @@ class Engine:
         """Reset records and device state, whatever state they are in; sequences keep their tokens."""
         if (sequence := self._outputs.take_unfinished()) is not None:
             self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
-        self._in_flight.clear()
+        self._await_devices()
         self.scheduler.restart()
         self.executor.restart()
 
@@ -239,8 +241,8 @@ class Engine:
     def close(self, *, timeout: float | None = None) -> None:
         """Release the device state and the weights; from any thread, also repeatedly.
 
-        A running step ends first, for which this waits at most `timeout` seconds; the next step of any run raises
-        ClosedError.
+        A running step ends first, for which this waits at most `timeout` seconds, and then what is on the devices; the
+        next step of any run raises ClosedError.
         """
         if self._origin.forked:
             return
@@ -248,10 +250,18 @@ class Engine:
         self.interrupt()
         if self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             try:
-                self._in_flight.clear()
+                self._await_devices()
                 self._executor = None
             finally:
                 self._lock.release()
+
+    def _await_devices(self) -> None:
+        """Wait for the steps in flight, whose results nobody wants: a process that ended meanwhile would abort."""
+        while self._in_flight:
+            if self._executor is not None:
+                with contextlib.suppress(Exception):  # of the step
+                    self._executor.wait(self._in_flight[0])
+            self._in_flight.popleft()
 
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""

@@ -121,6 +121,10 @@ class Executor(Protocol):
         """Wait for a step; returns its results."""
         ...
 
+    def wait(self, step: InFlightStep) -> None:
+        """Wait for a step whose results nobody wants. Raises its error, if it failed."""
+        ...
+
     def restart(self) -> None:
         """Start over, after a step that failed or was interrupted may have destroyed what is on the device."""
         ...

@@ -171,6 +171,10 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 rows += read[len(lane.chunks) :]
         return StepOutput(outputs=chunks + rows)
 
+    def wait(self, step: InFlightStep) -> None:
+        """Wait for a step whose results nobody wants."""
+        jax.block_until_ready([result.output for result in step.output])
+
     def _record(
         self, first: PassResult, lanes: Sequence[PrefillOutput] | Sequence[DecodeOutput], seconds: float
     ) -> None:

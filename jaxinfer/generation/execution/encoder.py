@@ -102,3 +102,7 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
         vectors = np.asarray(result.vectors)[: len(step.batch.chunks)]  # the last rows are padding
         self.costs.record(result.name, result.bucket, self._seconds(step))
         return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])
+
+    def wait(self, step: InFlightStep) -> None:
+        """Wait for a batch whose vectors nobody wants."""
+        jax.block_until_ready(step.output.vectors)

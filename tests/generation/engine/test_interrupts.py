@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxinfer.generation.engine as engine_room
@@ -73,6 +75,7 @@ PHASES = {
     "abort": lambda engine: (engine.scheduler, "remove"),
     "insert": lambda engine: (pages_of(engine), "insert"),
     "allocate": lambda engine: (pages_of(engine), "allocate"),
+    "wait": lambda engine: (engine.executor, "wait"),
     "restart": lambda engine: (engine.executor, "restart"),
 }
 
@@ -98,7 +101,7 @@ def interrupting(function, error, *, call, before):
 def test_an_interrupt_in_any_phase(llm, expected, monkeypatch, phase, before):
     for call in (1, 4):
         with monkeypatch.context() as patch:
-            if phase == "restart":  # a second Ctrl-C, while the first one is cleaned up after
+            if phase in ("wait", "restart"):  # a second Ctrl-C, while the first one is cleaned up after
                 commit = interrupting(llm.engine.scheduler.commit, Interrupt, call=2, before=True)
                 patch.setattr(llm.engine.scheduler, "commit", commit)
                 call = 1
@@ -164,6 +167,57 @@ def test_an_interrupt_before_any_line(llm, expected):
             assert texts(llm) == expected
         llm.engine.scheduler.check_integrity()
         assert not llm.engine.scheduler.sequences
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("injected")])
+def test_a_close_waits_for_what_is_on_the_devices(model_dir, monkeypatch, error):
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
+    engine, executor = llm.engine, llm.engine.executor
+    engine.add(llm.prepare(PROMPTS[0], PARAMS).sequences())
+    engine.step()
+    waited, wait = [], executor.wait
+
+    def recorded(step):
+        waited.append(step)
+        wait(step)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(executor, "wait", recorded)
+    expected = list(engine._in_flight)
+    assert expected
+    llm.close()
+    assert waited == expected
+    for array in jax.tree.leaves([result.output for step in waited for result in step.output]):
+        assert array.is_ready()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from jaxinfer import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_batch=1, context=4096, chunk_size=4096, token_budget=4096, prefix_caching=False)
+prompt, params = [97] * 4000, SamplingParams(temperature=0, max_tokens=1)
+llm.generate([prompt], params)
+launch = llm.engine.executor.launch
+def interrupted(batch):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return launch(batch)
+llm.engine.executor.launch = interrupted
+try:
+    llm.generate([prompt], params)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_its_devices_work_does_not_abort(tmp_path):
+    """With a pass that takes longer than the end of the process."""
+    mlp = dataclasses.replace(CONFIG.mlp, hidden=2048)
+    config = dataclasses.replace(CONFIG, context=4096, embed=512, layers=8, mlp=mlp)
+    model = save_tiny(tmp_path / "model", config=config)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, model], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 def test_a_run_that_never_began_is_in_nobodys_way(llm, expected):
