@@ -52,6 +52,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def cpu_library_setting():
+    """Which kernels run does not depend on how fast the machine is; processes say nothing if it has no compiler."""
+    from jaxinfer.pallas_kernels.cpu.build import BuildError, find_compiler
+
+    try:
+        find_compiler()
+    except BuildError:
+        return "0"
+    return "unmeasured"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory, pytestconfig):
     """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
@@ -65,7 +76,7 @@ def cache_folder(tmp_path_factory, pytestconfig):
     folder.mkdir(exist_ok=True)
     (folder / "costs").touch()
     patch.setenv("JAXINFER_CACHE", str(folder))
-    patch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured")  # which kernels run does not depend on how fast the machine is
+    patch.setenv("JAXINFER_CPU_LIBRARY", cpu_library_setting())
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):  # C++ is compiled once for all runs, and by its digest
         patch.setenv("JAXINFER_CPU_LIBRARY_FOLDER", str(pytestconfig.cache.mkdir("cpu_kernels")))
     yield

@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch):
     """An empty folder of libraries, in a process that has none yet."""
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("JAXINFER_CPU_LIBRARY_FOLDER", raising=False)
+    monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured")
     monkeypatch.setattr(cpu_library, "_states", [])
     return tmp_path / "cache" / "cpu_kernels"
 
