@@ -3,10 +3,13 @@
 import jax
 
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import reference
+from jaxinfer.pallas_kernels.implementation import reference, xla
+from jaxinfer.pallas_kernels.sampling import fallbacks
 from jaxinfer.pallas_kernels.sampling import reference as plain
 
-_max_and_argmax = Operation("max_and_argmax", reference(plain.max_and_argmax))
+_max_and_argmax = Operation(
+    "max_and_argmax", xla(fallbacks.max_and_argmax, platform="cpu"), reference(plain.max_and_argmax)
+)
 _threshold = Operation("threshold", reference(plain.threshold))
 
 
