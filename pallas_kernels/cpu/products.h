@@ -220,7 +220,7 @@ constexpr int64_t kLeastAhead = 8192;
 template <typename P>
 void tile_products(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs, int rows,
                    typename P::Total* y, int64_t width) {
-  constexpr int kLines = (4 * P::kBlock * sizeof(*w) + 63) / 64;  // of a block of all rows
+  constexpr int kLines = 4 * P::kBlock * sizeof(*w) / 64;  // of a block of all rows
   const int parts = std::min((rows + kTileRows - 1) / kTileRows, kLines), lines = (kLines + parts - 1) / parts;
   const auto* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(4 * inputs * sizeof(*w), kLeastAhead);
   for (int m = 0; m < rows; m += kTileRows) {
@@ -315,8 +315,7 @@ inline void int4_sums(const uint16_t* w, const float* scales, const int16_t* x, 
     for (auto& part : parts) part = no_words();
 #pragma GCC unroll 2
     for (int word = 0; word < kRun; word += kWords) {
-      Int4Words packed = load_words(w + g * kRun + word);
-      asm("" : "+v"(packed));  // compilers would load it for each of its uses
+      const Int4Words packed = in_register(load_words(w + g * kRun + word));
       const Int4Words runs[4] = {lowest_nibble(packed), lowest_nibble(shifted(packed, 4)),
                                  lowest_nibble(shifted(packed, 8)), shifted(packed, 12)};
 #pragma GCC unroll 4

@@ -157,7 +157,7 @@ class Rows {
                              : some == 2 ? int4_products<2>
                                          : int4_products<1>;
         const int16_t* x = values<int16_t>() + (first + m) * stride_;
-        product(w, outputs, scales.get(), x, stride_, matrix.inputs / kGroup, totals, width);
+        product(w, outputs, scales.get(), x, stride_, groups_, totals, width);
       }
     }
   }

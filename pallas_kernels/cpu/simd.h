@@ -43,6 +43,18 @@ inline bfloat16 from_float<bfloat16>(float x) {  // to the nearest, ties to even
 // Has what will be read soon fetched into the second-level cache.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
+// Returns a vector from a register: not one of several loads from the same address, of which compilers make one for each
+// use.
+template <typename Vector>
+inline Vector in_register(Vector x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 using Floats = __m512;

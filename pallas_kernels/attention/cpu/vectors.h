@@ -8,16 +8,6 @@
 
 namespace jaxinfer {
 
-// Returns x from a register: not one of several loads from the same address.
-inline Floats in_register(Floats x) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(x));
-#elif defined(__x86_64__)
-  asm("" : "+x"(x));
-#endif
-  return x;
-}
-
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b if one of them is NaN
