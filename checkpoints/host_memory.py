@@ -7,9 +7,12 @@ quarter longer then (docs/cpu-speed.md).
 
 import contextlib
 import mmap
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 ALIGNMENT = 4096
 """Alignment of what is read from files: `O_DIRECT` needs it."""
@@ -45,6 +48,21 @@ def aligned_buffer(size: int) -> np.ndarray:
     return array[start : start + size]
 
 
+def slice_start(index: Any) -> tuple[int, ...]:
+    """Return where a device's part of an array (slices) begins, by which parts are told apart."""
+    return tuple(part.start or 0 for part in index)
+
+
+def array_of_parts(
+    shape: tuple[int, ...], parts: Mapping[tuple[int, ...], np.ndarray], sharding: Sharding
+) -> jax.Array:
+    """Return an array, placed on its devices, from its parts by where they begin; on a CPU it is the parts."""
+    places = sharding.addressable_devices_indices_map(shape)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [jax.device_put(parts[slice_start(index)], device) for device, index in places.items()]
+    )
+
+
 class WeightMemory:
     """Has arrays on CPU devices lie one after the other in one memory, which is given back with the last of them.
 
@@ -59,14 +77,9 @@ class WeightMemory:
 
     def move(self, array: jax.Array) -> jax.Array:
         """Return the array, in this memory. Raises ValueError if there is no room left."""
-        parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
-        moved = []
-        for shard in array.addressable_shards:
-            place = tuple((axis.start, axis.stop) for axis in shard.index)
-            if place not in parts:
-                parts[place] = self._copy(np.asarray(shard.data))
-            moved.append(jax.device_put(parts[place], shard.device))
-        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, moved)
+        parts = {slice_start(shard.index): shard.data for shard in array.addressable_shards}
+        copies = {start: self._copy(np.asarray(part)) for start, part in parts.items()}
+        return array_of_parts(array.shape, copies, array.sharding)
 
     def _copy(self, part: np.ndarray) -> np.ndarray:
         size = aligned(part.nbytes, ARRAY_ALIGNMENT)

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer
+from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer, slice_start
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.writing import sole_owner
 from jaxinfer.progress import long_work
@@ -260,11 +260,6 @@ def _open(file: pathlib.Path) -> tuple[int, bool]:
         if error.errno != errno.EINVAL:
             raise
     return os.open(file, os.O_RDONLY), False
-
-
-def slice_start(index: Any) -> tuple[int, ...]:
-    """Return where a device's part of an array (slices) begins, by which `LayerFiles.views` finds it."""
-    return tuple(part.start or 0 for part in index)
 
 
 def write_layers(

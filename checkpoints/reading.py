@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.host_memory import slice_start
 from jaxinfer.checkpoints.layouts import open_checkpoint
 from jaxinfer.checkpoints.manifest import Leaf, part_name, part_of
 from jaxinfer.checkpoints.orbax_folder import OrbaxFolder
@@ -83,20 +84,20 @@ def _read(
     reading = {name: _read_shards(stores[name], x, taken[name]) for name, x in targets.items()}
     arrays = {}
     for name, target in targets.items():
-        shards = {key: finish() for key, finish in reading.pop(name).items()}
+        shards = {start: finish() for start, finish in reading.pop(name).items()}
         arrays[name] = jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, shards=shards: shards[_key(index)]
+            target.shape, target.sharding, lambda index, shards=shards: shards[slice_start(index)]
         )
     return arrays
 
 
-def _read_shards(store: Any, target: Any, takes: Takes) -> dict[tuple, Callable[[], np.ndarray]]:
-    """Begin to read the parts of a leaf that are on devices of this process, in the target's dtype."""
+def _read_shards(store: Any, target: Any, takes: Takes) -> dict[tuple[int, ...], Callable[[], np.ndarray]]:
+    """Begin to read the parts of a leaf that are on devices of this process, in the target's dtype; by their starts."""
     import tensorstore as ts
 
     parts = target.sharding.addressable_devices_indices_map(target.shape).values()
     store = store if store.dtype.numpy_dtype == target.dtype else ts.cast(store, target.dtype)
-    return {key: _read_part(store, part, takes) for key, part in {_key(part): part for part in parts}.items()}
+    return {start: _read_part(store, part, takes) for start, part in {slice_start(x): x for x in parts}.items()}
 
 
 def _read_part(store: Any, part: tuple[slice, ...], takes: Takes) -> Callable[[], np.ndarray]:
@@ -114,11 +115,6 @@ def _read_part(store: Any, part: tuple[slice, ...], takes: Takes) -> Callable[[]
         return array
 
     return finish
-
-
-def _key(part: Any) -> tuple:
-    """Return a part of an array as the key of a dictionary: before Python 3.13 slices have no hash."""
-    return tuple((axis.start, axis.stop) for axis in part)
 
 
 def _groups(

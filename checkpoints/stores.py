@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxinfer.checkpoints.host_memory import aligned_buffer
-from jaxinfer.checkpoints.layer_files import LayerFiles, slice_start
+from jaxinfer.checkpoints.host_memory import aligned_buffer, array_of_parts
+from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.readers import Readers
 
 TAKE_SECONDS = 1.0
@@ -263,14 +263,7 @@ def _arrays(
     """Return arrays, placed on their devices, from their parts by where they begin; on a CPU they are the parts."""
     if all(len(sharding.device_set) == 1 for sharding in shardings):
         return jax.device_put([next(iter(parts.values())) for parts in leaves], list(shardings))  # one call for all
-    return [_array(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
-
-
-def _array(shape: tuple[int, ...], parts: dict[tuple[int, ...], np.ndarray], sharding: Sharding) -> jax.Array:
-    places = sharding.addressable_devices_indices_map(shape)
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [jax.device_put(parts[slice_start(index)], device) for device, index in places.items()]
-    )
+    return [array_of_parts(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
 
 
 class Staging:

@@ -23,7 +23,7 @@ from benchmarks.cpu_decode.step_bytes import QUANTISED
 from benchmarks.cpu_decode.steps import MODEL, TARGETS
 from benchmarks.report import Report
 from benchmarks.workers import run_module
-from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, WeightMemory, aligned
+from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, WeightMemory
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.compiled.options import LARGE_WEIGHTS, compiler_options
 from jaxinfer.models import DecoderConfig
@@ -56,7 +56,7 @@ def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
     table = "int8" if config.tied and dtype == "int4" else dtype  # as models store it
     head = make((config.vocab, config.embed), table)
     leaves = [*jax.tree.leaves(first) * config.layers, *jax.tree.leaves(head)]
-    memory = WeightMemory(sum(aligned(leaf.nbytes, ARRAY_ALIGNMENT) for leaf in leaves))
+    memory = WeightMemory(sum(leaf.nbytes + ARRAY_ALIGNMENT for leaf in leaves))
     copies = [jax.tree.map(memory.move, first) for _ in range(config.layers)]
     return [*copies, (jax.tree.map(memory.move, head),)]
 
