@@ -95,11 +95,16 @@ def experts_of(config: ModelConfig) -> list[tuple[int, int]]:
     return [(layer, expert) for layer, moe in moes for expert in range(moe.router.experts)]
 
 
-def read_leaves(opened: OpenedModel, part: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read these leaves, sharded as on the devices; all of them, or none, are parts of leaves for one expert."""
+def read_leaves(
+    opened: OpenedModel, part: Mapping[str, jax.ShapeDtypeStruct], *, stays: bool = False
+) -> dict[str, jax.Array]:
+    """Read these leaves, sharded as on the devices; all of them, or none, are parts of leaves for one expert.
+
+    stays: as of `OpenedModel.read`.
+    """
     expert = part_of(next(iter(part)))[1]
     names = {part_of(name)[0] for name in part}
-    leaves = opened.read(names.__contains__, expert=expert)
+    leaves = opened.read(names.__contains__, expert=expert, stays=stays)
     return {name: jax.device_put(leaves[name], shape.sharding) for name, shape in part.items()}
 
 

@@ -48,7 +48,7 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     """
     _log.info("%s", placement)
     map_large_arrays()
-    leaves = opened.read(lambda name: layer_of(name) is None)
+    leaves = opened.read(lambda name: layer_of(name) is None, stays=True)
     shardings = {layer: _shardings(opened, layer) for layer in range(opened.transformer.layers)}
 
     files, aliases = None, opened.platform == "cpu"
@@ -64,7 +64,7 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
             if tier == "host":
                 host[layer] = [to_host(array) for array in read_leaves(opened, layer_leaves(opened, layer)).values()]
             elif tier == "device":
-                device[layer] = list(read_leaves(opened, layer_leaves(opened, layer)).values())
+                device[layer] = list(read_leaves(opened, layer_leaves(opened, layer), stays=True).values())
             work.advance()
     stores["host"], stores["device"] = HostStore(host, shardings), DeviceStore(device)
     store = TieredStore([stores[tier] for tier in placement.tiers])
@@ -92,7 +92,7 @@ def _expert_store(opened: OpenedModel, placement: ExpertPlacement, files: LayerF
     experts = {}
     with long_work("reading experts", total=len(keys)) as work:
         for place, key in zip(places, keys, strict=True):
-            leaves = read_leaves(opened, layer_leaves(opened, *key)).values()
+            leaves = read_leaves(opened, layer_leaves(opened, *key), stays=not placement.slots).values()
             experts[place] = [to_host(array) if placement.slots else array for array in leaves]
             work.advance()
     return HostStore(experts, shardings) if placement.slots else DeviceStore(experts)

@@ -65,7 +65,7 @@ class OpenedModel:
         """Return the whole model on its devices. Raises MemoryError if it does not fit them."""
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
         devices.check_memory(self.folder, needed, self.mesh, self.remedy)
-        return LoadedModel(**self.fields(), leaves=self.read())
+        return LoadedModel(**self.fields(), leaves=self.read(stays=True))
 
     def for_context(self, context: int) -> "OpenedModel":
         """Return the model of an engine whose requests have at most so many tokens."""
@@ -173,11 +173,13 @@ class OpenedModel:
         return devices.bytes_per_device(chosen, self.mesh, self.rules)
 
     def read(
-        self, only: Callable[[str], bool] = lambda name: True, *, expert: int | None = None
+        self, only: Callable[[str], bool] = lambda name: True, *, expert: int | None = None, stays: bool = False
     ) -> dict[str, jax.Array]:
         """Return the leaves that are selected by name, placed, and quantised if the format asks for it; in order.
 
         expert: which expert's parts alone are returned, by the names of the parts; no other leaf is read.
+        stays: whether programs are to take the leaves from where they are; then it is worth a copy to have them lie
+          where a CPU reads fast.
         """
         stored = checkpoints.stream(
             self.folder,
@@ -191,7 +193,8 @@ class OpenedModel:
         )
         selected = {name: leaf for name, leaf in self.shapes.items() if only(name) and (expert is None or leaf.parts)}
         arrays: dict[str, jax.Array] = {}
-        memory = self._weight_memory([leaf if expert is None else leaf.part for leaf in selected.values()])
+        shapes = [leaf if expert is None else leaf.part for leaf in selected.values()]
+        memory = self._weight_memory(shapes) if stays and self.platform == "cpu" else None
         with long_work("loading weights", total=len(selected)) as work:
             for name, array in stored:
                 whole, _ = part_of(name)
@@ -207,10 +210,8 @@ class OpenedModel:
         names = [name for name in selected if name in arrays]
         return {name if expert is None else part_name(name, expert): arrays[name] for name in names}
 
-    def _weight_memory(self, leaves: Collection[Leaf]) -> WeightMemory | None:
-        """Return memory for these leaves where the host's processors are the devices."""
-        if self.platform != "cpu":
-            return None
+    def _weight_memory(self, leaves: Collection[Leaf]) -> WeightMemory:
+        """Return memory of the host for these leaves."""
         room = ARRAY_ALIGNMENT * len(devices.devices_of(self.mesh))  # each device's part may need some more
         return WeightMemory(sum(leaf.bytes + room for leaf in leaves))
 
