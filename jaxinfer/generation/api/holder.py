@@ -90,7 +90,8 @@ class EngineHolder(Closeable):
         Args:
           drain: let calls in other threads finish first; if not, or after `timeout`, they raise ClosedError once the
             running step has ended. A stream that is not being read is given up.
-          timeout: seconds to wait at most; a step that takes longer keeps the memory until it ends.
+          timeout: seconds to wait at most for calls and the running step, which keeps the memory until it ends; what is
+            on the devices already is waited for.
         """
         until = None if timeout is None else time.monotonic() + timeout
         if self._held is None or self._held.engine.forked:

@@ -258,9 +258,8 @@ class Engine:
     def _await_devices(self) -> None:
         """Wait for the steps in flight, whose results nobody wants: a process that ended meanwhile would abort."""
         while self._in_flight:
-            if self._executor is not None:
-                with contextlib.suppress(Exception):  # of the step
-                    self._executor.wait(self._in_flight[0])
+            with contextlib.suppress(Exception):  # of the step
+                self.executor.wait(self._in_flight[0])
             self._in_flight.popleft()
 
     def compile_ahead(self) -> int:
