@@ -52,17 +52,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def cpu_library_setting():
-    """Which kernels run does not depend on how fast the machine is; processes say nothing if it has no compiler."""
-    from jaxinfer.pallas_kernels.cpu.build import BuildError, find_compiler
-
-    try:
-        find_compiler()
-    except BuildError:
-        return "0"
-    return "unmeasured"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory, pytestconfig):
     """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
@@ -70,13 +59,16 @@ def cache_folder(tmp_path_factory, pytestconfig):
     They cannot be kept where a file is in the way: so no test, nor a process that it starts, decides by what another
     has measured.
     """
+    from tests.kernels.cpu_levels import has_compiler
+
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     folder.mkdir(exist_ok=True)
     (folder / "costs").touch()
     patch.setenv("JAXINFER_CACHE", str(folder))
-    patch.setenv("JAXINFER_CPU_LIBRARY", cpu_library_setting())
+    # Which kernels run does not depend on how fast the machine is, and nobody is told where it has no compiler.
+    patch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured" if has_compiler() else "0")
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):  # C++ is compiled once for all runs, and by its digest
         patch.setenv("JAXINFER_CPU_LIBRARY_FOLDER", str(pytestconfig.cache.mkdir("cpu_kernels")))
     yield

@@ -24,6 +24,15 @@ LEVELS_OF_TESTS = [
 """Parameters of tests: instruction sets; None: the best that the CPU has."""
 
 
+def has_compiler() -> bool:
+    """Return whether there is a C++ compiler."""
+    try:
+        find_compiler()
+    except BuildError:
+        return False
+    return True
+
+
 def machine_state() -> LibraryState:
     """Return the library of this machine and what is known of it; skip the test if there is no compiler to have one.
 

@@ -27,17 +27,10 @@ from jaxinfer.pallas_kernels.dispatch import Operation, recorded_implementations
 from jaxinfer.pallas_kernels.implementation import composed, ffi
 from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
 from jaxinfer.pallas_kernels.target import UnsupportedError
+from tests.kernels.cpu_levels import has_compiler
 
 ROOM = Path(__file__).parent / "cpu_room"
 SECONDS = 120
-
-
-def has_compiler():
-    try:
-        find_compiler()
-    except BuildError:
-        return False
-    return True
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
