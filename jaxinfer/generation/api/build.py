@@ -32,7 +32,7 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
+from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, step_seconds, streamed_buckets
 from jaxinfer.generation.execution.programs import chain_programs, decoder_programs, embed
 from jaxinfer.generation.execution.programs.chain import encoder_specs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
@@ -91,12 +91,11 @@ def build_engine(
         stages = model.rules.num_stages(model.mesh)
         buckets = buckets.for_stages(stages) if stages > 1 else buckets
         costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed, stages=stages)
-        arrivals = itertools.count()
+        arrivals, seconds = itertools.count(), step_seconds(model.platform)
+        pools = [PagePool(plan.num_pages, config.page_size) for _ in range(model.lanes)]
         schedulers = [
-            DecoderScheduler(
-                config, buckets, PagePool(plan.num_pages, config.page_size), adapters, costs=costs, arrivals=arrivals
-            )
-            for _ in range(model.lanes)
+            DecoderScheduler(config, buckets, pool, adapters, costs=costs, step_seconds=seconds, arrivals=arrivals)
+            for pool in pools
         ]
         scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
         buckets = sliced_buckets(buckets, plan.max_chunks)

@@ -24,7 +24,7 @@ from jaxinfer.generation.lora.peft import Adapter
 PRIORITY_WEIGHT = 64
 """A request of priority p is served as if p times this many others had arrived before it."""
 STEP_SECONDS = 0.01
-"""Longest time that a decode step of several passes should take, so that a new request need not wait long."""
+"""Longest time that a decode step of several passes should take: a new request waits for it."""
 PIPELINE_PASSES = 8
 """Fewest passes that a decode step through a pipeline should have, whose stages idle while it fills and drains."""
 
@@ -81,6 +81,7 @@ class DecoderScheduler:
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
       costs: the times of passes.
+      step_seconds: the longest time that a decode step of several passes should take.
       arrivals: numbers of arrivals, which lanes share; None: it counts for itself.
     """
 
@@ -92,9 +93,10 @@ class DecoderScheduler:
         adapters: AdapterCache | None = None,
         *,
         costs: PassCosts,
+        step_seconds: float = STEP_SECONDS,
         arrivals: Iterator[int] | None = None,
     ):
-        self.config, self.pages = config, pages
+        self.config, self.pages, self._step_seconds = config, pages, step_seconds
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running: list[Allocation] = []
         self.preemptions = 0
@@ -232,7 +234,7 @@ class DecoderScheduler:
         """Return how many passes of a decode step with so many rows, at most, are wanted for this one's rows."""
         least = PIPELINE_PASSES if self._costs.stages > 1 else 1
         seconds = self._costs.seconds(self._bucket(rows), micro_batches)  # None: one pass, to learn what it costs
-        affordable = 1 if seconds is None else max(least, int(STEP_SECONDS / seconds))
+        affordable = 1 if seconds is None else max(least, int(self._step_seconds / seconds))
         remaining = max((allocation.max_remaining for allocation in step.decoding), default=1)
         return min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
 

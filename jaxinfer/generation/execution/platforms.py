@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.scheduler import STEP_SECONDS
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
@@ -29,6 +30,13 @@ def sliced_buckets(buckets: Buckets, max_chunks: int | None) -> Buckets:
     """Return the buckets of a streamed layer's programs, which take `max_chunks` at once; None: all of a step."""
     chunks = tuple(count for count in buckets.chunks if max_chunks is None or count <= max_chunks)
     return dataclasses.replace(buckets, chunks=chunks)
+
+
+def step_seconds(platform: str) -> float:
+    """Return the longest time that a decode step of several passes should take on a platform."""
+    # The host needs 1 to 2 ms to send a step, and on a CPU it takes them from the cores that compute; prompts take long
+    # there, so that a request that comes hardly notices the longer step that it waits for.
+    return 4 * STEP_SECONDS if platform == "cpu" else STEP_SECONDS
 
 
 def can_overlap(model: LoadedModel) -> bool:

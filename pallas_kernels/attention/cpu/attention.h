@@ -199,7 +199,10 @@ class PagedAttention {
     std::fill(result_, result_ + rows_.batch * rows_.tokens * pages_.kv_heads * group_ * pages_.head_dim,
               from_float<T>(0.0f));
     plan();
-    parallel_for(pool, static_cast<int64_t>(tasks_.size()), [&](int64_t i) { compute(tasks_[i]); });
+    // Of tasks that follow one another, each has the next one's first keys fetched.
+    parallel_ranges(pool, static_cast<int64_t>(tasks_.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) compute(tasks_[i]);
+    });
   }
 
  private:
@@ -344,11 +347,11 @@ class PagedAttention {
 
   // One tile after another.
   void attend(const State& state, Visible keys) const {
-    int64_t offsets[kTileKeys + kAheadKeys];  // of the tile's keys in the pages, and of those that follow
+    int64_t offsets[kTileKeys + kAheadKeys];  // of the tile, and of those that follow, perhaps in the next split
     for (int64_t begin = keys.first; begin <= keys.last;) {
       const int64_t end = std::min((begin / kTileKeys + 1) * kTileKeys, keys.last + 1);
-      locate(state, begin, std::min(end - begin + kAheadKeys, keys.last + 1 - begin), offsets);
-      const int64_t known = std::min(end - begin + kAheadKeys, keys.last + 1 - begin);
+      const int64_t known = std::min(end - begin + kAheadKeys, state.block.keys.last + 1 - begin);
+      locate(state, begin, known, offsets);
       std::fill(offsets + known, offsets + kTileKeys + kAheadKeys, offsets[known - 1]);
       if (stride_ == pages_.head_dim) {
         score<true>(state, offsets, end - begin);

@@ -34,8 +34,9 @@ constexpr int place_of_sum(int i) {
   return (i & 4) << 1 | (i & 8) >> 1 | (i & 1) << 1 | (i & 2) >> 1;
 }
 
-// Returns a vector whose lane i is the sum of x[place_of_sum(i)]. Each is added up in the same order.
-inline Floats sums(const Floats* x) {
+// Returns a vector whose lane i is the sum of x[place_of_sum(i)]. Each is added up in the same order. Inlined, so that
+// x is in registers.
+__attribute__((always_inline)) inline Floats sums(const Floats* x) {
   Floats half[8], quarter[4], pair[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
