@@ -132,14 +132,25 @@ class Simulation:
     """The engine's loop around a scheduler; checks every batch that it makes."""
 
     def __init__(
-        self, random, *, slots=3, pages=12, passes=4, speculative=0, in_flight=1, adapters=None, costs=None, **config
+        self,
+        random,
+        *,
+        slots=3,
+        pages=12,
+        passes=4,
+        speculative=0,
+        in_flight=1,
+        adapters=None,
+        costs=None,
+        step_seconds=0.01,
+        **config,
     ):
         options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
         self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
         buckets, pool = Buckets.from_config(self.config), PagePool(pages, PAGE)
         quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
         passes = PassCosts(costs or Costs.fixed(quick), speculative)
-        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=passes)
+        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=passes, step_seconds=step_seconds)
         self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
         self.in_flight = in_flight
@@ -383,6 +394,16 @@ class TimedDevice(Device):
         self.costs.record(bucket, passes * seconds, plain=plain, speculative=drafting)
         drafted = {"num_draft_tokens": speculative * drafting, "num_accepted_tokens": drafting // 2}
         return StepOutput(outputs=[found._replace(**drafted) for found in output.outputs])
+
+
+@pytest.mark.parametrize(("step_seconds", "passes"), [(0.001, 1), (0.0041, 2), (0.011, 5), (1.0, 8)])
+def test_a_step_has_as_many_passes_as_its_time_holds(step_seconds, passes):
+    costs = Costs.fixed({("decode", (("batch", 1), ("speculative", 0))): 0.002})
+    simulation = Simulation(Random(0), slots=1, passes=8, in_flight=0, costs=costs, step_seconds=step_seconds)
+    simulation.device = TimedDevice(Random(0), costs, 0)
+    simulation.add([0, 1], max_tokens=30, stop_token_ids=())
+    simulation.finish()
+    assert [made for made, _ in simulation.device.decisions[:2]] == [passes, passes]
 
 
 def test_a_restart_decides_like_the_process_before(tmp_path, monkeypatch):
