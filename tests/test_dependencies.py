@@ -1,6 +1,7 @@
 """What is imported is declared, where it is imported; what is declared is imported, or a tool."""
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -77,6 +78,12 @@ def python_files(folder: str) -> Iterator[Path]:
         yield from (Path(path, name) for name in names if name.endswith(".py"))
 
 
+@functools.cache
+def modules_of_tests() -> set[str]:
+    return {path.stem for path in (ROOT / "tests").rglob("*.py")}
+
+
+@functools.cache
 def imported(file: Path) -> set[str]:
     """Names of the packages of others that a file imports anywhere."""
     modules = set()
@@ -90,7 +97,7 @@ def imported(file: Path) -> set[str]:
                 modules.add(module)
     tops = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
     ours = {"jaxinfer", "benchmarks", "examples", "tests"}
-    ours |= {path.stem for path in file.parent.glob("*.py")} | {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    ours |= {path.stem for path in file.parent.glob("*.py")} | modules_of_tests()
     return {PACKAGES.get(top, top) for top in tops - ours}
 
 

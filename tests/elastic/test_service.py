@@ -315,6 +315,7 @@ service.register_task("stripes", stripes(seed=8), prompts=[2], training=Training
 """
 
 
+@pytest.mark.slow
 def test_killed_while_it_trains(vit, registered, options, tmp_path):
     """The version before goes on serving, and what the killed process left does no harm."""
     folder = shutil.copytree(registered, tmp_path / "tasks")
@@ -467,7 +468,11 @@ def chooses_otherwise(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, pytest.param({"schedule": "decreasing"}, marks=pytest.mark.slow), {"merge_levels": (-2,)}]
+    "changed",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"schedule": "decreasing"})),
+        {"merge_levels": (-2,)},
+    ],
 )
 def test_profiling_a_task_leaves_the_others_as_they_were(two_tasks, chooses_otherwise, changed):
     assert two_tasks(**changed).profile("a", stripes(30, seed=4)).version == 2

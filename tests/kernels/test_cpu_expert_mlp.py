@@ -50,7 +50,7 @@ def check(args, *, gated=True, tolerance=5e-4, activation="silu"):
     np.testing.assert_allclose(y, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("fmt", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("fmt", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8", "int4"])
 def test_experts_of_few_tokens(library, fmt):
     tolerance = 2e-2 if fmt == "int8" else 5e-4
     for tokens, experts, k in [(1, 8, 2), (5, 8, 2), (9, 5, 3), (16, 64, 2), (30, 3, 1)]:

@@ -28,7 +28,7 @@ def test_decoder_without_cache(name):
     "chunk",
     [
         pytest.param(21, marks=pytest.mark.slow, id="prefill"),
-        pytest.param(7, id="chunked_prefill"),
+        pytest.param(7, marks=pytest.mark.slow, id="chunked_prefill"),
         pytest.param(1, id="decode"),
     ],
 )

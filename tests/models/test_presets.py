@@ -32,7 +32,13 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+LARGE = {"gpt-50b", "gpt-87b", "lm-175b", "lm-530b", "gpt-moe-107b", "gpt-moe-349b", "gpt-moe-1t"}
+"""Presets of many layers or experts, which are the same ones as those of smaller presets."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in PRESETS]
+)
 def test_parameter_count(name):
     count = parameter_count(PRESETS[name])
     if name in EXACT:

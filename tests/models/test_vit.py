@@ -227,7 +227,14 @@ def test_prompts(mode, pooling):
     check(POOLINGS[pooling], TokenAdaptation(prompts=PROMPTS, prompt_mode=mode), prompts_of(POOLINGS[pooling]))
 
 
-@pytest.mark.parametrize("pooling", ["cls_and_mean", "class_tokens", "attention", "normed_mean"])
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cls_and_mean", "normed_mean")),
+        "class_tokens",
+        "attention",
+    ],
+)
 def test_other_tokens_and_poolings(pooling):
     """Level 0, merging alone, and merging beside prompts."""
     config = POOLINGS[pooling]

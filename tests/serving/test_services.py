@@ -209,6 +209,7 @@ def run(start, faults):
     )
 
 
+@pytest.mark.slow
 def test_language_models(model_dir, faults, monkeypatch):
     engine = build_engine(load_model(model_dir), None, SMALL_CONFIG, EnginePlan(num_pages=SMALL_PAGES))
     engine.compile_ahead()

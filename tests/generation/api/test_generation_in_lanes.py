@@ -100,6 +100,7 @@ def test_log_probabilities(lanes, alone):
     assert logprob_errors(lanes, alone, params).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_lanes_of_several_devices(split, alone):
     assert generate(split, UNEQUAL) == generate(alone, UNEQUAL)
     seeded = SamplingParams(max_tokens=8, **SAMPLED["seeded"])
