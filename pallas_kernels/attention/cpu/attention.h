@@ -390,13 +390,14 @@ class PagedAttention {
   template <bool kWhole>
   void score(const State& state, const int64_t* offsets, int64_t count) const {
     static_assert(kTileKeys % kFloats == 0 && kAheadKeys % kFloats == 0);
-    for (int64_t c = 0; c < count; c += kFloats) {
+    const int step = state.queries % 4 == 0 ? kFloats / 4 : kFloats;  // of all heads at a time, in memory's order
+    for (int64_t c = 0; c < count; c += step) {
       for (int64_t head = 0; head < state.heads; ++head) {
         const int64_t first = (state.first_head + head) * pages_.head_dim;
         in_blocks(state.queries, [&](int64_t r, auto queries) {
           constexpr int kQueries = decltype(queries)::value, kKeys = kFloats / kQueries;
           const int64_t i = head * state.queries + r;
-          for (int j = 0; j < kFloats; j += kKeys) {
+          for (int j = 0; j < step; j += kKeys) {
             for (int64_t k = c + j; r == 0 && k < c + j + kKeys; ++k) {  // a few at a time: loads wait for many
               prefetch_head(pages_.v + offsets[k] + first);
               prefetch_head(pages_.k + offsets[kAheadKeys + k] + first);
