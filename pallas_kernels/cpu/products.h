@@ -220,7 +220,7 @@ constexpr int64_t kLeastAhead = 8192;
 template <typename P>
 void tile_products(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs, int rows,
                    typename P::Total* y, int64_t width) {
-  constexpr int kLines = (4 * P::kBlock * sizeof(*w) + 63) / 64;  // of a block of all rows, which may have less than one
+  constexpr int kLines = (4 * P::kBlock * sizeof(*w) + 63) / 64;  // of a block of four rows; one for what is shorter
   const int parts = std::min((rows + kTileRows - 1) / kTileRows, kLines), lines = (kLines + parts - 1) / parts;
   const auto* ahead = reinterpret_cast<const char*>(w) + std::max<int64_t>(4 * inputs * sizeof(*w), kLeastAhead);
   for (int m = 0; m < rows; m += kTileRows) {

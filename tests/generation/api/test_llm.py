@@ -10,10 +10,12 @@ import pytest
 from flax import nnx
 from scipy.special import log_softmax
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
@@ -342,6 +344,20 @@ def test_max_tokens_none_fills_the_context(llm):
 def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
     prompts = prompts_of(40, 40)  # of 4 pages each with what follows
     assert completions(tight_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+
+
+def test_a_decode_step_on_a_cpu_has_the_passes_of_40_ms(model_dir, monkeypatch):
+    costs = Costs.fixed({("decode", (("batch", 1), ("speculative", 0))): 0.0101})
+    plan = EnginePlan(num_pages=SMALL_PAGES, costs=costs)
+    engine = build_engine(load_model(model_dir), None, SMALL_CONFIG, plan)
+    launch, launched = engine.executor.launch, []
+    monkeypatch.setattr(engine.executor, "launch", lambda batch: launched.append(batch) or launch(batch))
+    (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()
+    engine.add([sequence])
+    while not sequence.finished:
+        engine.step()
+    engine.close()
+    assert [batch.passes for batch in launched if not batch.chunks][:2] == [3, 3]
 
 
 def test_chat_uses_the_template(llm):
