@@ -184,30 +184,21 @@ def _reading_of(rows: list[dict[str, Any]]) -> list[str]:
     bandwidth = max((row["gb_per_s"] for row in rows if row["figure"] == "read bandwidth"), default=None)
     if bandwidth is None:
         return []
-    steps = [
-        [row["model"], row["dtype"], "a step", str(row["context"]), f"{row['step_ms']:.1f}", row["gb"] / row["step_ms"]]
-        for row in rows
-        if row["figure"] == "whole step"
-    ]
-    products = [
-        [
-            row["model"],
-            row["dtype"],
-            f"products, {row['rows']} {'row' if row['rows'] == 1 else 'rows'}",
-            "",
-            f"{row['step_ms']:.1f}",
-            row["gb_per_s"] / 1e3,
-        ]
-        for row in rows
-        if row["figure"] == "products"
-    ]
-    if not steps and not products:
+    lines = []
+    for row in rows:
+        if row["figure"] not in ("whole step", "products"):
+            continue
+        what = "a step" if "context" in row else f"products, {row['rows']} {'row' if row['rows'] == 1 else 'rows'}"
+        rate = row["gb_per_s"] if "gb_per_s" in row else 1e3 * row["gb"] / row["step_ms"]  # results of before
+        line = [row["model"], row["dtype"], what, row.get("context", ""), f"{row['step_ms']:.1f}", f"{rate:.1f}"]
+        in_turn = f"{row['in_turn']:.2f}" if "in_turn" in row else ""
+        lines.append([*map(str, line), f"{rate / bandwidth:.2f}", in_turn])
+    if not lines:
         return []
-    lines = [[*cells, f"{1e3 * rate:.1f}", f"{1e3 * rate / bandwidth:.2f}"] for *cells, rate in steps + products]
     return [
         f"Reading at batch 1: weights with their scales, and the KV cache of all layers; of {bandwidth:g} GB/s, the "
-        "best that a loop in C++ or XLA read in the run.",
-        table(["model", "dtype", "", "context", "ms", "GB/s", "of the bandwidth"], lines),
+        "best that a loop in C++ or XLA read in the run, and, in turn, of what it read just before each round.",
+        table(["model", "dtype", "", "context", "ms", "GB/s", "of the best", "in turn"], lines),
     ]
 
 

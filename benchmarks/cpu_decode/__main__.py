@@ -20,7 +20,7 @@ from benchmarks.workers import MODELS, OWN_MODEL, add_options
 from jaxinfer.compiled.cpu_library import library_state
 
 PARTS = ("peers", "steps", "products", "mixture", "host")
-"""The modules that measure, each by its `run`."""
+"""The modules that measure, each by its `run`; `shares` checks what they have read, at last."""
 QUICK = ("peers", "host")
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     parts = parts_of(args)
     if "host" in parts and not args.demo.exists():
         raise SystemExit(f"No model directory at {args.demo}: give one as --demo.")
-    run_parts("benchmarks.cpu_decode", parts, args, about=kernels_row())
+    run_parts("benchmarks.cpu_decode", (*parts, "shares"), args, about=kernels_row())
 
 
 if __name__ == "__main__":

@@ -56,13 +56,20 @@ class Jaxinfer:
         for sequence in sequences:
             self.engine.abort(sequence.request_id)
 
+    def _step_until(self, sequences, length, passes=1):
+        """Step until all have so many tokens. Raises RuntimeError if one ends before."""
+        while short := [sequence for sequence in sequences if len(sequence.token_ids) < length]:
+            if short[0].finish_reason is not None:
+                ended = f"{len(short[0].token_ids)} of {length} tokens: {short[0].error or short[0].finish_reason}"
+                raise RuntimeError(f"a request ended after {ended}; {OUTPUT} is the most it generates")
+            self.engine.step(passes)
+
     def prefill(self, prompt):
         self._stop(self.running)
         self.running = []
         sequences = self._start([prompt], 2)
         start = time.perf_counter()
-        while len(sequences[0].token_ids) == len(prompt):
-            self.engine.step()
+        self._step_until(sequences, len(prompt) + 1)
         seconds = time.perf_counter() - start
         self._stop(sequences)
         return seconds
@@ -72,12 +79,10 @@ class Jaxinfer:
         if len(self.running) != len(prompts) or self.running[0].num_prompt_tokens != length:
             self._stop(self.running)
             self.running = self._start(prompts, OUTPUT)
-            while any(len(s.token_ids) == s.num_prompt_tokens for s in self.running):
-                self.engine.step()
+            self._step_until(self.running, length + 1)
         self.engine.step(steps)  # collects the step that ended while others had their turn: its tokens took no time
         produced, start = len(self.running[0].token_ids), time.perf_counter()
-        while len(self.running[0].token_ids) < produced + steps:
-            self.engine.step(steps)
+        self._step_until(self.running[:1], produced + steps, steps)
         return (time.perf_counter() - start) / (len(self.running[0].token_ids) - produced)
 
     def trace(self, prompts, steps, folder):
