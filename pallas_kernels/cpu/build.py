@@ -29,8 +29,10 @@ OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-semantic-interposition", "-w")
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _VNNI = (*_AVX512, "avx512vnni")
+_BF16 = (*_VNNI, "avx512bf16")
 LEVELS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_VNNI, "avx512bf16"),
+    "amx": (*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+    "avx512_bf16": _BF16,
     "avx512_vnni": _VNNI,
     "avx512": _AVX512,
     "avx2": _AVX2,
@@ -38,7 +40,13 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 """Instruction sets, the best first: what they need of the CPU, as names of the compiler's options -m."""
 
-_LINUX_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+_LINUX_NAMES = {
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile",
+    "amx-int8": "amx_int8",
+    "amx-bf16": "amx_bf16",
+}
 """Names in /proc/cpuinfo where they differ from the compiler's."""
 
 _HANDLER = re.compile(r"^XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(jaxinfer_\w+)", re.MULTILINE)

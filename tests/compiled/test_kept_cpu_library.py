@@ -17,7 +17,7 @@ from jaxinfer.disk_cache import KeptFiles
 from jaxinfer.pallas_kernels.cpu.build import LEVELS
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
 from tests.compiled.test_program import Add, spec_of
-from tests.kernels.cpu_levels import library_of, machine_state
+from tests.kernels.cpu_levels import EMULATED_AMX, library_of, machine_state
 from tests.kernels.test_cpu_library import ROOM, needs_compiler, script
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_the_library_of_this_machine_is_compared_with_xla():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, EMULATED_AMX])
 def test_no_instruction_set_differs_from_xla(level):
     operations, differences = cpu_checks.compare(library_of(level))
     assert not differences

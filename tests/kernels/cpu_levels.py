@@ -1,6 +1,8 @@
 """Libraries of CPU kernels for tests: this machine's, and those of the lesser instruction sets that its CPU has."""
 
 import functools
+import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,14 @@ LEVELS_OF_TESTS = [
     *(pytest.param(level, marks=pytest.mark.slow) for level in LEVELS),
 ]
 """Parameters of tests: instruction sets; None: the best that the CPU has."""
+
+EMULATED_AMX = "emulated AMX"
+"""A level of tests alone: kernels for AMX, whose instructions are plain C++, on a CPU of the next lesser level."""
+EMULATED_LEVEL = "avx512_bf16"
+EMULATION = Path(__file__).with_name("emulated_amx.h")
+
+LEVELS_OF_PRODUCTS = [*LEVELS_OF_TESTS, pytest.param(EMULATED_AMX, marks=pytest.mark.slow)]
+"""Parameters of tests of what uses AMX where it is."""
 
 
 def has_compiler() -> bool:
@@ -57,6 +67,13 @@ def library_of(level: str | None) -> Library:
         library = machine_state().library
         assert library is not None
         return library
+    if level == EMULATED_AMX:
+        return _built(EMULATED_LEVEL, EMULATION)
+    return _built(level)
+
+
+def _built(level: str, included: Path | None = None) -> Library:
+    """Return the library for a level, with a header before each source."""
     flags = cpu_fields().get("flags", "").split()
     if level not in levels_of(flags):
         pytest.skip(f"this CPU has no {level}")
@@ -66,11 +83,15 @@ def library_of(level: str | None) -> Library:
         pytest.skip(str(error))
     if not compiler.accepts(level):
         pytest.skip(f"the compiler knows no {level}")
-    library = Library(digest=build_digest(compiler, level, flags), level=level, functions=handlers())
+    digest, options = build_digest(compiler, level, flags), []
+    if included is not None:
+        digest = hashlib.sha256(digest.encode() + included.read_bytes()).hexdigest()
+        options = ["-include", str(included)]
+    library = Library(digest=digest, level=level, functions=handlers())
     files = library_files()
     with files.locked(seconds=300):
         if (content := files.get(library.digest)) is None:
-            content = build(compiler, level, seconds=200)
+            content = build(compiler, level, seconds=200, options=options)
             files.write(library.digest, content)
     load_library(library, content)
     return library

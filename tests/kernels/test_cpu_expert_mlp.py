@@ -12,12 +12,12 @@ from jaxinfer.pallas_kernels.moe import cpu, expert_mlp, top_k_gating
 from jaxinfer.pallas_kernels.moe import reference as plain
 from jaxinfer.pallas_kernels.target import UnsupportedError
 from jaxinfer.pallas_kernels.weights import quantize
-from tests.kernels.cpu_levels import LEVELS_OF_TESTS, library_of
+from tests.kernels.cpu_levels import LEVELS_OF_PRODUCTS, library_of
 
 EMBED, HIDDEN = 128, 256
 
 
-@pytest.fixture(params=LEVELS_OF_TESTS)
+@pytest.fixture(params=LEVELS_OF_PRODUCTS)
 def library(request):
     built = library_of(request.param)
     with use_library(built):

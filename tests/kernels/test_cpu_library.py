@@ -296,4 +296,5 @@ def test_levels_of_a_cpu():
     assert builds.levels_of(["avx2", "fma", "f16c"]) == ("avx2", "generic")
     flags = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"]
     assert builds.levels_of(flags) == ("avx512_vnni", "avx512", "avx2", "generic")
-    assert builds.levels_of([*flags, "avx512_bf16"]) == tuple(builds.LEVELS)
+    assert builds.levels_of([*flags, "avx512_bf16", "amx_tile"])[0] == "avx512_bf16"
+    assert builds.levels_of([*flags, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"]) == tuple(builds.LEVELS)

@@ -1,5 +1,6 @@
 """Linear layers in C++ against their definition, for each instruction set that this CPU has."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jaxinfer.pallas_kernels.linear import cpu
 from jaxinfer.pallas_kernels.linear import reference as plain
 from jaxinfer.pallas_kernels.target import UnsupportedError
 from jaxinfer.pallas_kernels.weights import quantize
-from tests.kernels.cpu_levels import LEVELS_OF_TESTS, library_of
+from tests.kernels.cpu_levels import LEVELS_OF_PRODUCTS, library_of
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 SHAPES = [(128, 16), (384, 33), (1024, 62), (1000, 50), (17, 4), (1, 2), (130, 7)]
@@ -23,7 +24,7 @@ TOLERANCES = {"float32": 3e-5, "bfloat16": 3e-5, "int8": 2e-4, "int4": 5e-4}
 """Of the largest result. Rows for int4 are in 16 bits; of int8 a tie may round the other way, in whole levels."""
 
 
-@pytest.fixture(params=LEVELS_OF_TESTS)
+@pytest.fixture(params=LEVELS_OF_PRODUCTS)
 def library(request):
     built = library_of(request.param)
     with use_library(built):
@@ -54,6 +55,17 @@ def test_products_of_awkward_shapes(library, fmt):
             x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32)
             bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
             check(cpu.linear(x, weights, bias), plain.linear(x, weights, bias), TOLERANCES[fmt])
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32")])
+def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
+    """Where that was measured to be faster."""
+    rng = np.random.default_rng(0)
+    weights = matrix(fmt, 35, 200, rng)
+    with use_library(dataclasses.replace(library, limits=((np.dtype(weights.weight.dtype).name, 128),))):
+        for rows in (48, 64, 70):
+            x = jnp.asarray(rng.normal(size=(rows, 200)), dtype)
+            check(cpu.linear(x, weights), plain.linear(x, weights), 1e-2 if dtype == "bfloat16" else TOLERANCES[fmt])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.disk_cache.processor import cpu_fields
 from jaxinfer.pallas_kernels.cpu.build import FOLDER, BuildError, find_compiler, level_options, levels_of, run
+from tests.kernels.cpu_levels import EMULATED_LEVEL, EMULATION
 
 HARNESSES = ("cpu_harness.cc", "attention_threads.cc")
 OPTIONS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-pthread"]
@@ -13,11 +14,16 @@ OPTIONS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-
 WARNINGS = ["-Werror", "-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 
+LEVELS = levels_of(cpu_fields().get("flags", "").split())
+CASES = [pytest.param(harness, level, [], id=f"{harness}-{level}") for harness in HARNESSES for level in LEVELS]
+if EMULATED_LEVEL in LEVELS:
+    CASES.append(pytest.param(HARNESSES[0], EMULATED_LEVEL, ["-include", str(EMULATION)], id="emulated AMX"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", levels_of(cpu_fields().get("flags", "").split()))
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-@pytest.mark.parametrize("harness", HARNESSES)
-def test_kernels_are_clean(harness, sanitizer, level, tmp_path):
+@pytest.mark.parametrize(("harness", "level", "emulation"), CASES)
+def test_kernels_are_clean(harness, level, emulation, sanitizer, tmp_path):
     try:
         compiler = find_compiler()
         empty, program = tmp_path / "empty.cc", tmp_path / "harness"
@@ -27,5 +33,6 @@ def test_kernels_are_clean(harness, sanitizer, level, tmp_path):
         run([[str(program)]], seconds=60)
     except BuildError as error:
         pytest.skip(f"there is no sanitizer for {sanitizer} on {level}: {error}")
+    options += emulation
     run([[*options, *WARNINGS, str(Path(__file__).with_name(harness)), "-o", str(program)]], seconds=300)
     assert run([[str(program)]], seconds=300) == ["right\n"]
