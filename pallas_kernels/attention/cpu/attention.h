@@ -251,7 +251,7 @@ class PagedAttention {
         blocks_.push_back(block);
       }
     }
-    partials_.resize(partials);
+    partials_ = Buffer<float>(partials);
     left_ = std::vector<std::atomic<int32_t>>(counters);
     for (size_t i = 0; i < blocks_.size(); ++i) add_tasks(static_cast<int32_t>(i));
     // The long ones first, so that the threads end at about the same time.
@@ -329,16 +329,17 @@ class PagedAttention {
 
   // Reads queries in the order in which they are multiplied.
   void read_queries(const State& state) const {
-    std::vector<float> x(stride_);
+    Buffer<float> x(stride_);
+    std::fill(x.get() + pages_.head_dim, x.get() + stride_, 0.0f);
     for (int64_t head = 0; head < state.heads; ++head) {
       in_blocks(state.queries, [&](int64_t first, auto count) {
         constexpr int kQueries = decltype(count)::value;
         float* q = state.q + (head * state.queries + first) * stride_;
         for (int64_t r = 0; r < kQueries; ++r) {
           const int64_t token = state.block.first_token + (first + r) / group_;
-          heads_.read(token, state.first_head + head, (first + r) % group_, heads_.options.q_norm, x.data());
+          heads_.read(token, state.first_head + head, (first + r) % group_, heads_.options.q_norm, x.get());
           for (int64_t d = 0; d < stride_; d += kFloats) {
-            store(q + d * kQueries + r * kFloats, load(x.data() + d) * broadcast(options_.scale));
+            store(q + d * kQueries + r * kFloats, load(x.get() + d) * broadcast(options_.scale));
           }
         }
       });
@@ -489,7 +490,7 @@ class PagedAttention {
     const int64_t all = state.heads * state.queries, size = Softmax::size(all, stride_);
     const Block& block = state.block;
     if (block.splits == 1) return write(state, &state.softmax, 1);
-    float* partials = partials_.data() + block.partials + task.first_head / state.heads * block.splits * size;
+    float* partials = partials_.get() + block.partials + task.first_head / state.heads * block.splits * size;
     std::copy(state.softmax.largest, state.softmax.largest + size, partials + task.split * size);
     if (left_[block.left + task.first_head / state.heads].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     Softmax parts[kMaxSplits];
@@ -531,7 +532,7 @@ class PagedAttention {
   int64_t stride_, block_tokens_, task_heads_;
   std::vector<Block> blocks_;
   std::vector<Task> tasks_;
-  std::vector<float> partials_;
+  Buffer<float> partials_;
   std::vector<std::atomic<int32_t>> left_;
 };
 

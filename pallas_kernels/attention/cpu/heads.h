@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/buffer.h"
 #include "cpu/simd.h"
 #include "cpu/tasks.h"
 
@@ -97,7 +98,7 @@ struct Positions {
 // Writes the keys and values of some KV heads into float pages.
 template <typename T, typename C>
 void store_heads(const Heads<T>& heads, const Pages<C>& pages, const Positions& rows, int64_t begin, int64_t end) {
-  std::vector<float> x(heads.head_dim);
+  Buffer<float> x(heads.head_dim);
   for (int64_t token = 0; token < rows.batch * rows.tokens; ++token) {
     const int64_t page = rows.page(token, pages);
     if (page < 0) continue;
@@ -105,10 +106,10 @@ void store_heads(const Heads<T>& heads, const Pages<C>& pages, const Positions& 
     for (int64_t head = begin; head < end; ++head) {
       C* k = pages.k + slot * pages.stride() + head * heads.head_dim;
       C* v = pages.v + slot * pages.stride() + head * heads.head_dim;
-      heads.read(token, head, heads.count - 2, heads.options.k_norm, x.data());
-      for (int64_t i = 0; i < heads.head_dim; ++i) k[i] = from_float<C>(x[i]);
-      heads.copy(token, head, heads.count - 1, x.data());
-      for (int64_t i = 0; i < heads.head_dim; ++i) v[i] = from_float<C>(x[i]);
+      heads.read(token, head, heads.count - 2, heads.options.k_norm, x.get());
+      for (int64_t i = 0; i < heads.head_dim; ++i) k[i] = from_float<C>(x.get()[i]);
+      heads.copy(token, head, heads.count - 1, x.get());
+      for (int64_t i = 0; i < heads.head_dim; ++i) v[i] = from_float<C>(x.get()[i]);
     }
   }
 }
