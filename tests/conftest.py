@@ -52,6 +52,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage():
+    """Collect what a module has left, and search what outlives it no more: in time those are millions of objects."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory, pytestconfig):
     """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
