@@ -16,6 +16,11 @@ from tests.kernels.cpu_levels import LEVELS_OF_PRODUCTS, library_of
 
 EMBED, HIDDEN = 128, 256
 
+# One program each, not one for each operation.
+quantized = jax.jit(quantize, static_argnums=1)
+gating = jax.jit(top_k_gating, static_argnums=1, static_argnames="capacity")
+exactly = jax.jit(plain.expert_mlp, static_argnames=("activation", "gated"))
+
 
 @pytest.fixture(params=LEVELS_OF_PRODUCTS)
 def library(request):
@@ -26,7 +31,7 @@ def library(request):
 
 def stack(fmt, experts, outputs, inputs, rng):
     values = jnp.asarray(rng.normal(size=(experts, outputs, inputs)), jnp.float32)
-    return Weights(values.astype(fmt)) if fmt in ("float32", "bfloat16") else quantize(values, fmt)
+    return Weights(values.astype(fmt)) if fmt in ("float32", "bfloat16") else quantized(values, fmt)
 
 
 def arguments(fmt, *, tokens, experts, k, gated=True, bias=False, dtype="float32", logits=None, **rule):
@@ -36,7 +41,7 @@ def arguments(fmt, *, tokens, experts, k, gated=True, bias=False, dtype="float32
     biases = [jnp.asarray(rng.normal(size=(experts, n)), jnp.float32) if bias else None for n in (rows, EMBED)]
     return (
         jnp.asarray(rng.normal(size=(tokens, EMBED)), dtype),
-        top_k_gating(jnp.asarray(logits, jnp.float32), k, **rule),
+        gating(jnp.asarray(logits, jnp.float32), k, **rule),
         stack(fmt, experts, rows, EMBED, rng),
         stack(fmt, experts, EMBED, HIDDEN, rng),
         *biases,
@@ -45,7 +50,7 @@ def arguments(fmt, *, tokens, experts, k, gated=True, bias=False, dtype="float32
 
 def check(args, *, gated=True, tolerance=5e-4, activation="silu"):
     options = {"activation": activation, "gated": gated}
-    y, exact = (np.asarray(f(*args, **options), np.float32) for f in (cpu.expert_mlp, plain.expert_mlp))
+    y, exact = (np.asarray(f(*args, **options), np.float32) for f in (cpu.expert_mlp, exactly))
     assert y.shape == exact.shape
     np.testing.assert_allclose(y, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 

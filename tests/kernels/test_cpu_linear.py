@@ -24,6 +24,9 @@ TOLERANCES = {"float32": 3e-5, "bfloat16": 3e-5, "int8": 2e-4, "int4": 5e-4}
 """Of the largest result. Rows for int4 are in 16 bits; of int8 a tie may round the other way, in whole levels."""
 
 
+quantized = jax.jit(quantize, static_argnums=1)
+
+
 @pytest.fixture(params=LEVELS_OF_PRODUCTS)
 def library(request):
     built = library_of(request.param)
@@ -35,13 +38,18 @@ def matrix(fmt, outputs, inputs, rng):
     values = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
     if fmt in ("float32", "bfloat16"):
         return Weights(values.astype(fmt))
-    return quantize(values, fmt)
+    return quantized(values, fmt)
 
 
 def check(actual, expected, tolerance):
     actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(np.abs(expected).max(), 1e-6))
+
+
+def all_of(linear, calls, weights):
+    """Results of a linear layer for rows and biases, in one program, as programs take longer to compile than to run."""
+    return jax.jit(lambda calls, weights: [linear(x, weights, bias) for x, bias in calls])(calls, weights)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -51,10 +59,27 @@ def test_products_of_awkward_shapes(library, fmt):
         if fmt == "int4" and inputs % 128:
             continue
         weights = matrix(fmt, outputs, inputs, rng)
-        for rows in (1, 2, 3, 4, 5, 8, 13, 32):
-            x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32)
-            bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
-            check(cpu.linear(x, weights, bias), plain.linear(x, weights, bias), TOLERANCES[fmt])
+        calls = [
+            (
+                jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32),
+                jnp.asarray(rng.normal(size=outputs), jnp.float32),
+            )
+            for rows in (1, 2, 3, 4, 5, 8, 13, 32)
+        ]
+        for actual, expected in zip(
+            all_of(cpu.linear, calls, weights), all_of(plain.linear, calls, weights), strict=True
+        ):
+            check(actual, expected, TOLERANCES[fmt])
+
+
+def products(layers, x, residual, weights, scale, shift, bias):
+    """What comes before and after the product, in one program."""
+    results = [layers.linear_residual(x, weights, residual, bias)]
+    for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
+        for gated in (False, True):
+            options = {"eps": 1e-5, "activation": activation, "gated": gated}
+            results.append(layers.norm_linear(x, scale, shift, weights, bias, **options))
+    return [*results, layers.norm_linear(x, scale, None, weights, None, eps=1e-6)]
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32")])
@@ -79,20 +104,10 @@ def test_what_comes_before_and_after_the_product(library, fmt, dtype):
     for rows in (1, 6):
         x = jnp.asarray(3 + rng.normal(size=(rows, inputs)), dtype)
         residual = jnp.asarray(rng.normal(size=(rows, outputs)), dtype)
-        check(
-            cpu.linear_residual(x, weights, residual, bias),
-            plain.linear_residual(x, weights, residual, bias),
-            tolerance,
-        )
-        for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
-            for gated in (False, True):
-                args, options = (
-                    (x, scale, shift, weights, bias),
-                    {"eps": 1e-5, "activation": activation, "gated": gated},
-                )
-                check(cpu.norm_linear(*args, **options), plain.norm_linear(*args, **options), tolerance)
-        rms = (x, scale, None, weights, None)
-        check(cpu.norm_linear(*rms, eps=1e-6), plain.norm_linear(*rms, eps=1e-6), tolerance)
+        args = x, residual, weights, scale, shift, bias
+        actual, expected = (jax.jit(functools.partial(products, layers))(*args) for layers in (cpu, plain))
+        for result, exact in zip(actual, expected, strict=True):
+            check(result, exact, tolerance)
 
 
 def test_int8_at_its_ends_does_not_saturate(library):

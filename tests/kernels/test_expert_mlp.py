@@ -14,8 +14,14 @@ from tests.kernels.routing import logits_of
 FORMATS = ["float32", "bfloat16", "int8", "fp8", "int4"]
 
 
+# One program each, not one for each operation.
+quantized = jax.jit(quantize, static_argnums=1)
+gating = jax.jit(top_k_gating, static_argnums=1, static_argnames="capacity")
+floats = jax.jit(dequantize, static_argnums=1)
+
+
 def stored(matrices, fmt) -> Weights:
-    return quantize(matrices, fmt) if fmt in ("int8", "fp8", "int4") else Weights(matrices.astype(fmt))
+    return quantized(matrices, fmt) if fmt in ("int8", "fp8", "int4") else Weights(matrices.astype(fmt))
 
 
 def normal(seed, *shape, scale=1.0):
@@ -42,7 +48,7 @@ def rounded(row, weights):
 def loop(x, routing, experts, *, gated, biased):
     """Token by token and choice by choice, in float64."""
     gate_up, down, gate_up_bias, down_bias = experts
-    first, second = (np.asarray(dequantize(weights, jnp.float32), np.float64) for weights in (gate_up, down))
+    first, second = (np.asarray(floats(weights, jnp.float32), np.float64) for weights in (gate_up, down))
     y = np.zeros((len(x), second.shape[1]))
     for token, choices in enumerate(np.asarray(routing.experts)):
         for expert, weight in zip(choices, np.asarray(routing.weights, np.float64)[token], strict=True):
@@ -72,13 +78,13 @@ def test_every_format(fmt, rows):
     """Rows that are multiplied in place, and sorted ones."""
     x = normal(4, rows, GROUP).astype("bfloat16" if fmt == "bfloat16" else "float32")
     tolerance = {"bfloat16": 3e-2, "int8": 2e-2}.get(fmt, 1e-4)  # int8: of a half, quantising may round either way
-    check(x, top_k_gating(logits_of(rows, 8), 2), experts_of(8, GROUP, GROUP, fmt), tolerance=tolerance)
+    check(x, gating(logits_of(rows, 8), 2), experts_of(8, GROUP, GROUP, fmt), tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("gated", "rows"), [(False, 3), (True, 1), (True, 70)])
 def test_biases(gated, rows):
     check(
-        normal(4, rows, 48), top_k_gating(logits_of(rows, 6), 2), experts_of(6, 48, 20, "float32", gated), gated=gated,
+        normal(4, rows, 48), gating(logits_of(rows, 6), 2), experts_of(6, 48, 20, "float32", gated), gated=gated,
         biased=True,
     )  # fmt: skip
 
@@ -97,16 +103,16 @@ def test_biases(gated, rows):
 )
 def test_awkward_routings(rows, count, k, kind):
     """One expert, all experts, one that has all tokens, many without any."""
-    check(normal(4, rows, 32), top_k_gating(logits_of(rows, count, kind), k), experts_of(count, 32, 16, "float32"))
+    check(normal(4, rows, 32), gating(logits_of(rows, count, kind), k), experts_of(count, 32, 16, "float32"))
 
 
 def test_numbers_of_inputs_that_are_not_whole_vectors():
-    check(normal(4, 3, 33), top_k_gating(logits_of(3, 6), 2), experts_of(6, 33, 17, "float32"))
+    check(normal(4, 3, 33), gating(logits_of(3, 6), 2), experts_of(6, 33, 17, "float32"))
 
 
 @pytest.mark.parametrize("rows", [2, 70])
 def test_choices_over_capacity_add_nothing(rows):
-    routing = top_k_gating(logits_of(rows, 6, "one"), 2, capacity=1)
+    routing = gating(logits_of(rows, 6, "one"), 2, capacity=1)
     assert (np.asarray(routing.weights)[1:] == 0).all()
     check(normal(4, rows, 32), routing, experts_of(6, 32, 24, "float32"), biased=True)
 
@@ -114,7 +120,7 @@ def test_choices_over_capacity_add_nothing(rows):
 @pytest.mark.parametrize("rows", [6, 70])
 def test_experts_without_tokens_are_not_multiplied(rows):
     """NaN in all others reaches no result."""
-    x, routing = normal(4, rows, 32), top_k_gating(logits_of(rows, 16, "one"), 2)
+    x, routing = normal(4, rows, 32), gating(logits_of(rows, 16, "one"), 2)
     gate_up, down, *biases = experts_of(16, 32, 24, "float32")
     used = (np.asarray(routing.sizes) > 0)[:, None, None]
     broken = [Weights(jnp.where(used, weights.weight, jnp.nan)) for weights in (gate_up, down)]
@@ -123,7 +129,7 @@ def test_experts_without_tokens_are_not_multiplied(rows):
 
 
 def test_a_token_that_is_not_a_number_stays_alone_in_an_mlp():
-    x, routing = normal(4, 9, 32), top_k_gating(logits_of(9, 6), 2)
+    x, routing = normal(4, 9, 32), gating(logits_of(9, 6), 2)
     experts = experts_of(6, 32, 24, "float32")[:2]
     options = {"activation": "silu", "gated": True}
     y, expected = run(x.at[4].set(jnp.nan), routing, *experts, **options), run(x, routing, *experts, **options)
@@ -135,7 +141,7 @@ def test_a_token_that_is_not_a_number_stays_alone_in_an_mlp():
 @pytest.mark.parametrize("rows", [1, 70])
 def test_within_a_loop(rows):
     """As decode steps and passes over layers call it, and as a program of a mesh does."""
-    x, routing, experts = normal(4, rows, 32), top_k_gating(logits_of(rows, 6), 2), experts_of(6, 32, 24, "float32")[:2]
+    x, routing, experts = normal(4, rows, 32), gating(logits_of(rows, 6), 2), experts_of(6, 32, 24, "float32")[:2]
     call = functools.partial(expert_mlp, activation="silu", gated=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -154,7 +160,7 @@ def test_the_reference_is_the_loop(fmt):
     tolerance = {"bfloat16": 3e-2, "int8": 2e-2}.get(fmt, 1e-4)
     x = normal(4, 5, GROUP).astype("bfloat16" if fmt == "bfloat16" else "float32")
     experts = experts_of(8, GROUP, GROUP, fmt)
-    check(x, top_k_gating(logits_of(5, 8), 2), experts, biased=True, tolerance=tolerance, call=call)
+    check(x, gating(logits_of(5, 8), 2), experts, biased=True, tolerance=tolerance, call=call)
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "int8", "int4"])
@@ -179,7 +185,7 @@ def test_no_stack_is_copied_for_few_rows(fmt, rows):
     inputs, hidden = 256, 128
     experts = experts_of(64, inputs, hidden, fmt)[:2]
     x = jnp.zeros((rows, inputs), "bfloat16" if fmt == "bfloat16" else "float32")
-    compiled = run.lower(x, top_k_gating(logits_of(rows, 64), 2), *experts, activation="silu", gated=True).compile()
+    compiled = run.lower(x, gating(logits_of(rows, 64), 2), *experts, activation="silu", gated=True).compile()
     partial_sums = 4 * rows * 2 * 32 * (2 * hidden + inputs)
     stack = sum(leaf.nbytes for leaf in jax.tree.leaves(experts))
     copied = rows * 2 / 64 * stack if fmt == "fp8" else 0  # bytes of what is chosen
@@ -189,7 +195,7 @@ def test_no_stack_is_copied_for_few_rows(fmt, rows):
 @pytest.mark.parametrize("fmt", ["float32", "int8", "fp8"])
 def test_no_stack_is_copied_for_many_rows(fmt):
     experts = experts_of(64, 256, 128, fmt)[:2]
-    x, routing = jnp.zeros((70, 256)), top_k_gating(logits_of(70, 64), 2)
+    x, routing = jnp.zeros((70, 256)), gating(logits_of(70, 64), 2)
     compiled = run.lower(x, routing, *experts, activation="silu", gated=True).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < experts[0].weight.nbytes / 4
 
@@ -204,7 +210,7 @@ def test_every_fp8_number_is_read():
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="got 'tan'"):
         expert_mlp(
-            normal(4, 3, 33), top_k_gating(logits_of(3, 4), 2), *experts_of(4, 33, 17, "float32")[:2],
+            normal(4, 3, 33), gating(logits_of(3, 4), 2), *experts_of(4, 33, 17, "float32")[:2],
             activation="tan", gated=True,
         )  # fmt: skip
 
@@ -212,7 +218,7 @@ def test_an_unknown_activation_is_refused():
 def test_padding_and_dropped_choices_read_no_expert_of_their_own():
     logits, valid = logits_of(6, 16), jnp.array([True, False, True, True, False, True])
     for capacity in (None, 1):
-        routing = top_k_gating(logits, 2, valid=valid, capacity=capacity)
+        routing = gating(logits, 2, valid=valid, capacity=capacity)
         read = set(np.asarray(in_place.read_experts(routing)).ravel().tolist())
         assert read == set(np.flatnonzero(routing.sizes).tolist())
     assert set(np.asarray(routing.experts).ravel().tolist()) > read
