@@ -5,6 +5,14 @@ import pytest
 
 from tests.models import goldens
 
+FIRST = {goldens.read_config(name)["model_type"]: name for name in reversed(goldens.DECODERS)}.values()
+"""Of each family one decoder, which runs through the cache often; the others do without it."""
+
+
+def decoders(*, first):
+    """The decoders, of which those that are, or are not, the first of their family are not slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * ((name in FIRST) != first)) for name in goldens.DECODERS]
+
 
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
@@ -17,7 +25,7 @@ def test_every_leaf_has_the_model_s_shape(name):
     assert {leaf: array.shape for leaf, array in golden.leaves.items()} == goldens.leaf_shapes(model)
 
 
-@pytest.mark.parametrize("name", goldens.DECODERS)
+@pytest.mark.parametrize("name", decoders(first=False))
 def test_decoder_without_cache(name):
     golden = goldens.load(name)
     logits, _ = goldens.forward(*goldens.build(golden), golden.tokens, golden.positions)
@@ -32,7 +40,7 @@ def test_decoder_without_cache(name):
         pytest.param(1, id="decode"),
     ],
 )
-@pytest.mark.parametrize("name", goldens.DECODERS)
+@pytest.mark.parametrize("name", decoders(first=True))
 def test_decoder_through_paged_cache(name, chunk):
     golden = goldens.load(name)
     close(goldens.through_cache(golden, goldens.build(golden), chunk), golden.expected)
