@@ -37,7 +37,9 @@ def test_agrees_with_its_source(models, stored):
     assert ("diff 0\n" in done.stdout) == (stored == "float32")
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "stored", ["float32", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("bfloat16", "int8", "fp8")), "int4"]
+)
 def test_agrees_with_logits(models, stored, tmp_path):
     save_file(read_expected(GOLDENS / "llama_llama3"), tmp_path / "expected.safetensors")
     done = _run(models / stored, "--reference", tmp_path / "expected.safetensors")
