@@ -72,16 +72,6 @@ def test_products_of_awkward_shapes(library, fmt):
             check(actual, expected, TOLERANCES[fmt])
 
 
-def products(layers, x, residual, weights, scale, shift, bias):
-    """What comes before and after the product, in one program."""
-    results = [layers.linear_residual(x, weights, residual, bias)]
-    for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
-        for gated in (False, True):
-            options = {"eps": 1e-5, "activation": activation, "gated": gated}
-            results.append(layers.norm_linear(x, scale, shift, weights, bias, **options))
-    return [*results, layers.norm_linear(x, scale, None, weights, None, eps=1e-6)]
-
-
 @pytest.mark.parametrize(("fmt", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32")])
 def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
     """Where that was measured to be faster."""
@@ -91,6 +81,16 @@ def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
         for rows in (48, 64, 70):
             x = jnp.asarray(rng.normal(size=(rows, 200)), dtype)
             check(cpu.linear(x, weights), plain.linear(x, weights), 1e-2 if dtype == "bfloat16" else TOLERANCES[fmt])
+
+
+def products(layers, x, residual, weights, scale, shift, bias):
+    """What comes before and after the product, in one program."""
+    results = [layers.linear_residual(x, weights, residual, bias)]
+    for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
+        for gated in (False, True):
+            options = {"eps": 1e-5, "activation": activation, "gated": gated}
+            results.append(layers.norm_linear(x, scale, shift, weights, bias, **options))
+    return [*results, layers.norm_linear(x, scale, None, weights, None, eps=1e-6)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
