@@ -1,5 +1,6 @@
-"""The CPU kernels under the compiler's sanitizers: addresses, undefined behaviour, races (`*.cc` of this folder)."""
+"""The CPU kernels without XLA (`*.cc` of this folder): under the compiler's sanitizers, and on an emulated ARM."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,15 @@ def test_kernels_are_clean(harness, level, emulation, sanitizer, tmp_path):
         options.append("-DJAXINFER_EXACT_BUFFERS")
     run([[*options, *WARNINGS, str(Path(__file__).with_name(harness)), "-o", str(program)]], seconds=300)
     assert run([[str(program)]], seconds=300) == ["right\n"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harness", HARNESSES)
+def test_kernels_are_right_on_arm(harness, tmp_path):
+    compiler, emulator = map(shutil.which, ("aarch64-linux-gnu-g++", "qemu-aarch64-static"))
+    if compiler is None or emulator is None:
+        pytest.skip("this needs Debian's g++-aarch64-linux-gnu and qemu-user-static")
+    program = str(tmp_path / "harness")
+    options = ["-std=c++17", "-O3", "-pthread", "-static", f"-I{FOLDER}", *WARNINGS]
+    run([[compiler, *options, str(Path(__file__).with_name(harness)), "-o", program]], seconds=300)
+    assert run([[emulator, program]], seconds=300) == ["right\n"]
