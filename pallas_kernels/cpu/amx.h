@@ -34,22 +34,28 @@ inline bool tiles_allowed() {
   return allowed;
 }
 
-// Sets up the tiles of this thread while it exists: all are of 16 rows of 64 bytes.
+// Sets up the tiles of this thread while it exists: all are of 16 rows of 64 bytes. Then they are as before, as whoever
+// set them up may rely on it.
 class Tiles {
  public:
   Tiles() {
-    struct alignas(64) {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    } config = {};
+    _tile_storeconfig(&before_);
+    Config config = {};
     config.palette = 1;
     std::fill(config.row_bytes, config.row_bytes + 8, kTileBytes);
     std::fill(config.rows, config.rows + 8, kTileSide);
     _tile_loadconfig(&config);
   }
-  ~Tiles() { _tile_release(); }
+  ~Tiles() { _tile_loadconfig(&before_); }
   Tiles(const Tiles&) = delete;
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette, start_row, reserved[14];  // palette 0: none are set up
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  Config before_;
 };
 
 // How one format is multiplied: tiles 0 to 3 have sums, 4 has weights, 5 and 6 have rows of x. Numbers of tiles are in

@@ -17,7 +17,7 @@ struct Tile {
 };
 
 inline thread_local Tile tiles[8];
-inline thread_local bool configured = false;
+inline thread_local unsigned char configuration[64] = {};  // its first byte: whether tiles are set up
 
 inline void require(bool right, const char* what) {
   if (right) return;
@@ -26,22 +26,23 @@ inline void require(bool right, const char* what) {
 }
 
 inline Tile& tile(int number) {
-  require(configured, "tiles are used before they are set up");
+  require(configuration[0] == 1, "tiles are used before they are set up");
   return tiles[number];
 }
 
 inline long permission(long, long, long) { return 0; }
 
-// Knows tiles of 16 rows of 64 bytes alone.
+inline void store_configuration(void* config) { std::memcpy(config, configuration, sizeof(configuration)); }
+
+// Knows tiles of 16 rows of 64 bytes alone, or none.
 inline void configure(const void* config) {
-  unsigned char bytes[64];
-  std::memcpy(bytes, config, sizeof(bytes));
-  require(!configured, "tiles are set up twice");
+  std::memcpy(configuration, config, sizeof(configuration));
+  const unsigned char* bytes = configuration;
+  if (bytes[0] == 0) return;
   require(bytes[0] == 1 && bytes[1] == 0, "another palette, or rows from another on");
   for (int i = 0; i < 8; ++i) {
     require(bytes[16 + 2 * i] == 64 && bytes[17 + 2 * i] == 0 && bytes[48 + i] == 16, "another shape of a tile");
   }
-  configured = true;
   for (int i = 0; i < 8; ++i) tile(i) = {};
 }
 
@@ -104,7 +105,7 @@ void multiply(int sums, int a, int b) {
 #undef _tile_dpbssd
 #undef _tile_dpbf16ps
 #define _tile_loadconfig emulated::configure
-#define _tile_release() (emulated::configured = false)
+#define _tile_storeconfig emulated::store_configuration
 #define _tile_loadd emulated::load
 #define _tile_stored emulated::store
 #define _tile_zero(number) (emulated::tile(number) = {})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.disk_cache import keys
+from jaxinfer.disk_cache.processor import cpu_fields
 from jaxinfer.pallas_kernels.cpu import build as builds
 from jaxinfer.pallas_kernels.cpu.build import BuildError, Compiler, build, build_digest, find_compiler, handlers
 from jaxinfer.pallas_kernels.cpu.library import (
@@ -298,3 +299,12 @@ def test_levels_of_a_cpu():
     assert builds.levels_of(flags) == ("avx512_vnni", "avx512", "avx2", "generic")
     assert builds.levels_of([*flags, "avx512_bf16", "amx_tile"])[0] == "avx512_bf16"
     assert builds.levels_of([*flags, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"]) == tuple(builds.LEVELS)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_levels_that_this_cpu_lacks_compile():
+    compiler, here = find_compiler(), builds.levels_of(cpu_fields().get("flags", "").split())
+    for level in builds.LEVELS:
+        if level not in here and compiler.accepts(level):
+            assert build(compiler, level, seconds=200)[:4] == b"\x7fELF"
