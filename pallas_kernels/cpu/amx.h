@@ -22,13 +22,13 @@ namespace jaxinfer {
 
 #if defined(JAXINFER_AMX)
 
-constexpr int kTileSide = 16;       // rows of a tile, and words of a row
-constexpr int64_t kTileBytes = 64;  // of a row
-constexpr int kTileBlocks = 4;      // blocks of 16 rows of x at a time: as many sums as there are tiles for
-constexpr int kLeastRows = 4;       // of x; fewer are multiplied by vectors
+constexpr int kAmxSide = 16;          // rows of a tile, and words of a row
+constexpr int64_t kAmxRowBytes = 64;  // of a tile
+constexpr int kAmxBlocks = 4;         // blocks of 16 rows of x at a time: as many sums as there are tiles for
+constexpr int kLeastAmxRows = 4;      // of x; fewer are multiplied by vectors
 
 // Returns whether this process may use tiles: Linux wants to be asked.
-inline bool tiles_allowed() {
+inline bool amx_allowed() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return allowed;
@@ -36,18 +36,18 @@ inline bool tiles_allowed() {
 
 // Sets up the tiles of this thread while it exists: all are of 16 rows of 64 bytes. Then they are as before, as whoever
 // set them up may rely on it.
-class Tiles {
+class ConfiguredTiles {
  public:
-  Tiles() {
+  ConfiguredTiles() {
     _tile_storeconfig(&before_);
     Config config = {};
     config.palette = 1;
-    std::fill(config.row_bytes, config.row_bytes + 8, kTileBytes);
-    std::fill(config.rows, config.rows + 8, kTileSide);
+    std::fill(config.row_bytes, config.row_bytes + 8, kAmxRowBytes);
+    std::fill(config.rows, config.rows + 8, kAmxSide);
     _tile_loadconfig(&config);
   }
-  ~Tiles() { _tile_loadconfig(&before_); }
-  Tiles(const Tiles&) = delete;
+  ~ConfiguredTiles() { _tile_loadconfig(&before_); }
+  ConfiguredTiles(const ConfiguredTiles&) = delete;
 
  private:
   struct alignas(64) Config {
@@ -92,46 +92,46 @@ void amx_product(const typename P::Weight* w, int outputs, const char* x, int64_
                  typename P::Total* y, int64_t width, const char* ahead) {
   const auto* matrix = reinterpret_cast<const char*>(w);
   const int64_t size = inputs * sizeof(*w);  // of an output
-  const int blocks = (rows + kTileSide - 1) / kTileSide;
+  const int blocks = (rows + kAmxSide - 1) / kAmxSide;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < size; k += kTileBytes, x += kTileSide * stride) {
-    const int64_t bytes = std::min(kTileBytes, size - k);
-    if (outputs == kTileSide && bytes == kTileBytes) {
+  for (int64_t k = 0; k < size; k += kAmxRowBytes, x += kAmxSide * stride) {
+    const int64_t bytes = std::min(kAmxRowBytes, size - k);
+    if (outputs == kAmxSide && bytes == kAmxRowBytes) {
       _tile_loadd(4, matrix + k, size);
     } else {
-      char padded[kTileSide * kTileBytes] = {};
-      for (int n = 0; n < outputs; ++n) std::memcpy(padded + n * kTileBytes, matrix + n * size + k, bytes);
+      char padded[kAmxSide * kAmxRowBytes] = {};
+      for (int n = 0; n < outputs; ++n) std::memcpy(padded + n * kAmxRowBytes, matrix + n * size + k, bytes);
       asm volatile("" ::: "memory");  // compilers do not know that a tile's load reads
-      _tile_loadd(4, padded, kTileBytes);
+      _tile_loadd(4, padded, kAmxRowBytes);
     }
     if (ahead != nullptr) {
-      for (int line = 0; line < kTileSide; ++line, ahead += 64) prefetch(ahead);
+      for (int line = 0; line < kAmxSide; ++line, ahead += 64) prefetch(ahead);
     }
     _tile_loadd(5, x, stride);
     P::template multiply<0>();
     if (blocks > 1) {
-      _tile_loadd(6, x + kTileBytes, stride);
+      _tile_loadd(6, x + kAmxRowBytes, stride);
       P::template multiply<1>();
     }
     if (blocks > 2) {
-      _tile_loadd(5, x + 2 * kTileBytes, stride);
+      _tile_loadd(5, x + 2 * kAmxRowBytes, stride);
       P::template multiply<2>();
     }
     if (blocks > 3) {
-      _tile_loadd(6, x + 3 * kTileBytes, stride);
+      _tile_loadd(6, x + 3 * kAmxRowBytes, stride);
       P::template multiply<3>();
     }
   }
-  typename P::Total totals[kTileBlocks][kTileSide][kTileSide];
-  _tile_stored(0, totals[0], kTileBytes);
-  _tile_stored(1, totals[1], kTileBytes);
-  _tile_stored(2, totals[2], kTileBytes);
-  _tile_stored(3, totals[3], kTileBytes);
+  typename P::Total totals[kAmxBlocks][kAmxSide][kAmxSide];
+  _tile_stored(0, totals[0], kAmxRowBytes);
+  _tile_stored(1, totals[1], kAmxRowBytes);
+  _tile_stored(2, totals[2], kAmxRowBytes);
+  _tile_stored(3, totals[3], kAmxRowBytes);
   for (int m = 0; m < rows; ++m) {
-    for (int n = 0; n < outputs; ++n) y[m * width + n] = totals[m / kTileSide][n][m % kTileSide];
+    for (int n = 0; n < outputs; ++n) y[m * width + n] = totals[m / kAmxSide][n][m % kAmxSide];
   }
 }
 
@@ -141,8 +141,8 @@ class AmxRows {
   // used: whether any are multiplied by tiles.
   AmxRows(bool used, int rows, int64_t row_bytes)
       : words_of_row_(row_bytes / 4),
-        stride_(used && rows >= kLeastRows && tiles_allowed() ? (rows + kTileSide - 1) / kTileSide * kTileSide : 0),
-        words_(words_of_row_ * stride_ + kTileSide) {}  // blocks that begin within a row of words end behind it
+        stride_(used && rows >= kLeastAmxRows && amx_allowed() ? (rows + kAmxSide - 1) / kAmxSide * kAmxSide : 0),
+        words_(words_of_row_ * stride_ + kAmxSide) {}  // blocks that begin within a row of words end behind it
 
   // Sets row m. x: all of its bytes.
   void set(int m, const void* x) {
@@ -153,21 +153,21 @@ class AmxRows {
   }
 
   // Returns whether so many rows are multiplied by tiles.
-  bool multiplies(int rows) const { return stride_ != 0 && rows >= kLeastRows; }
+  bool multiplies(int rows) const { return stride_ != 0 && rows >= kLeastAmxRows; }
 
   // Multiplies rows [first, first + rows) by outputs of a matrix. y: [rows, outputs].
   template <typename P>
   void multiply(const typename P::Weight* w, int64_t outputs, int64_t inputs, int first, int rows,
                 typename P::Total* y) const {
-    const Tiles tiles;
+    const ConfiguredTiles tiles;
     asm volatile("" ::: "memory");
     const auto* x = reinterpret_cast<const char*>(words_.get() + first);
-    for (int64_t n = 0; n < outputs; n += kTileSide) {
+    for (int64_t n = 0; n < outputs; n += kAmxSide) {
       const auto* some = w + n * inputs;
-      const auto* next = reinterpret_cast<const char*>(some + kTileSide * inputs);
-      const int count = static_cast<int>(std::min<int64_t>(outputs - n, kTileSide));
-      for (int m = 0; m < rows; m += kTileBlocks * kTileSide) {
-        amx_product<P>(some, count, x + 4 * m, 4 * stride_, inputs, std::min(rows - m, kTileBlocks * kTileSide),
+      const auto* next = reinterpret_cast<const char*>(some + kAmxSide * inputs);
+      const int count = static_cast<int>(std::min<int64_t>(outputs - n, kAmxSide));
+      for (int m = 0; m < rows; m += kAmxBlocks * kAmxSide) {
+        amx_product<P>(some, count, x + 4 * m, 4 * stride_, inputs, std::min(rows - m, kAmxBlocks * kAmxSide),
                        y + m * outputs + n, outputs, m == 0 ? next : nullptr);
       }
     }

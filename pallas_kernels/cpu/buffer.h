@@ -22,18 +22,25 @@ class Blocks {
     }
   }
 
-  // Returns a block of 2^size_log2 bytes, which begins with a cache line; its contents are arbitrary.
-  void* take(int size_log2) {
-    if (size_log2 < kSizes && kept_[size_log2].count > 0) return kept_[size_log2].blocks[--kept_[size_log2].count];
-    return ::operator new(size_t{1} << size_log2, kLine);
+  // Returns a block of so many bytes, which begins with a cache line; its contents are arbitrary.
+  void* take(size_t bytes) {
+    const int size = log2_of(bytes);
+    if (size >= kSizes) return ::operator new(bytes, kLine);
+    auto& same = kept_[size];
+    return same.count > 0 ? same.blocks[--same.count] : ::operator new(size_t{1} << size, kLine);
   }
-  void give_back(void* block, int size_log2) {
-    if (size_log2 >= kSizes || kept_[size_log2].count == kEach) return free(block);
-    kept_[size_log2].blocks[kept_[size_log2].count++] = block;
+  void give_back(void* block, size_t bytes) {
+    const int size = log2_of(bytes);
+    if (size >= kSizes || kept_[size].count == kEach) return free(block);
+    kept_[size].blocks[kept_[size].count++] = block;
   }
 
  private:
+#if defined(JAXINFER_EXACT_BUFFERS)  // for a sanitizer, which sees what is read behind the end
+  static constexpr int kSizes = 1;
+#else
   static constexpr int kSizes = 21;  // up to 1 MiB
+#endif
   static constexpr int kEach = 4;
   static constexpr std::align_val_t kLine{64};
   struct {
@@ -41,6 +48,8 @@ class Blocks {
     void* blocks[kEach];
   } kept_[kSizes] = {};
 
+  // The least power of two that has so many bytes, and a cache line at least.
+  static int log2_of(size_t bytes) { return bytes <= 64 ? 6 : 64 - __builtin_clzll(bytes - 1); }
   static void free(void* block) { ::operator delete(block, kLine); }
 };
 
@@ -49,31 +58,15 @@ template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-#if defined(JAXINFER_EXACT_BUFFERS)  // for a sanitizer, which sees what is read behind the end
-  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), std::align_val_t{64}))) {}
-#else
-  explicit Buffer(int64_t size) : Buffer(size, log2_of(size * sizeof(T))) {}
-#endif
+  explicit Buffer(int64_t size)
+      : data_(static_cast<T*>(Blocks::of_thread().take(size * sizeof(T))), GiveBack{size * sizeof(T)}) {}
   T* get() const { return data_.get(); }
 
  private:
   struct GiveBack {
-    int size_log2 = 0;
-    void operator()(T* data) const {
-#if defined(JAXINFER_EXACT_BUFFERS)
-      ::operator delete(data, std::align_val_t{64});
-#else
-      Blocks::of_thread().give_back(data, size_log2);
-#endif
-    }
+    size_t bytes = 0;
+    void operator()(T* data) const { Blocks::of_thread().give_back(data, bytes); }
   };
-
-  Buffer(int64_t, int size_log2)
-      : data_(static_cast<T*>(Blocks::of_thread().take(size_log2)), GiveBack{size_log2}) {}
-
-  // The least power of two that has so many bytes.
-  static int log2_of(size_t bytes) { return bytes <= 64 ? 6 : 64 - __builtin_clzll(bytes - 1); }
-
   std::unique_ptr<T, GiveBack> data_;
 };
 

@@ -67,7 +67,7 @@ class Rows {
         values_(rows * stride_ * 4),
         scales_(rows * (1 + groups_)),
         offsets_(rows * groups_),
-        tiles_(format == Format::kInt8 || pairs_, rows, stride_ * (pairs_ ? 2 : 1)) {}
+        amx_(format == Format::kInt8 || pairs_, rows, stride_ * (pairs_ ? 2 : 1)) {}
 
   // Sets row m from floats, which it changes. x: [stride], of which only the inputs are given.
   void set(int m, float* x) {
@@ -77,7 +77,7 @@ class Rows {
         auto* q = values<Quantized>() + m * stride_;
         scales_.get()[m] = quantize(x, stride_, 127, q);
         offsets_.get()[m] = static_cast<float>(sum_of_quantized(q, stride_));
-        tiles_.set(m, q);
+        amx_.set(m, q);
         break;
       }
       case Format::kInt4:
@@ -92,7 +92,7 @@ class Rows {
         if (pairs_) {
           bfloat16* row = values<bfloat16>() + m * stride_;
           for (int64_t i = 0; i < stride_; ++i) row[i] = from_float<bfloat16>(x[i]);
-          tiles_.set(m, row);
+          amx_.set(m, row);
         } else {
           std::copy(x, x + stride_, values<float>() + m * stride_);
         }
@@ -126,7 +126,7 @@ class Rows {
   void bfloat16s(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
 #if defined(JAXINFER_AMX)
     const auto* w = static_cast<const bfloat16*>(matrix.weight) + begin * inputs_;
-    if (tiles_.multiplies(rows)) return tiles_.multiply<AmxBfloat16>(w, end - begin, inputs_, first, rows, y);
+    if (amx_.multiplies(rows)) return amx_.multiply<AmxBfloat16>(w, end - begin, inputs_, first, rows, y);
 #endif
 #if defined(__AVX512BF16__)
     if (pairs_) return floats<Bfloat16Product>(matrix, begin, end, first, rows, y);
@@ -138,22 +138,27 @@ class Rows {
     const int64_t width = end - begin;
     const auto* w = static_cast<const int8_t*>(matrix.weight) + begin * inputs_;
     Buffer<int32_t> totals(rows * width);
-    int32_t factor = Int8Product::kOffset;
-#if defined(JAXINFER_AMX)
-    if (tiles_.multiplies(rows)) {
-      tiles_.multiply<AmxInt8>(w, width, inputs_, first, rows, totals.get());
-      factor = 0;
-    } else
-#endif
-      products<Int8Product>(w, width, values<Quantized>() + first * stride_, stride_, inputs_, rows, totals.get());
+    const int32_t added = int8_totals(w, width, first, rows, totals.get());
     const float* w_scale = static_cast<const float*>(matrix.scale) + begin;
     for (int m = 0; m < rows; ++m) {
-      const int32_t offset = factor * static_cast<int32_t>(offsets_.get()[first + m]);
+      const int32_t offset = added * static_cast<int32_t>(offsets_.get()[first + m]);
       const float scale = scales_.get()[first + m];
       for (int64_t n = 0; n < width; ++n) {
         y[m * width + n] = static_cast<float>(totals.get()[m * width + n] - offset) * scale * w_scale[n];
       }
     }
+  }
+
+  // Multiplies by int8 weights, and returns what was added to each of them.
+  int32_t int8_totals(const int8_t* w, int64_t outputs, int first, int rows, int32_t* totals) const {
+#if defined(JAXINFER_AMX)
+    if (amx_.multiplies(rows)) {
+      amx_.multiply<AmxInt8>(w, outputs, inputs_, first, rows, totals);
+      return 0;
+    }
+#endif
+    products<Int8Product>(w, outputs, values<Quantized>() + first * stride_, stride_, inputs_, rows, totals);
+    return Int8Product::kOffset;
   }
 
   void int4(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
@@ -211,7 +216,7 @@ class Rows {
   Buffer<std::byte> values_;
   Buffer<float> scales_;   // int8: of each row; int4: of each group
   Buffer<float> offsets_;  // int8: each row's sum, which is exact up to 2^24; int4: -8 times each group's sum of x
-  AmxRows tiles_;
+  AmxRows amx_;
 };
 
 // Ranges of outputs are in units of so many: even, for pairs, and whole tiles of the products.
