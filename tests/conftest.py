@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +26,9 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     gc.set_threshold(50_000, 20, 20)  # traces are made of many objects that live long
 
 
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    # Processes start by the dozen, and compile all modules each time: bytecode is kept, but not beside the sources.
-    sys.dont_write_bytecode = False
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
+# Processes start by the dozen, and would compile all modules each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -47,8 +47,8 @@ def check(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(np.abs(expected).max(), 1e-6))
 
 
-def all_of(linear, calls, weights):
-    """Results of a linear layer for rows and biases, in one program, as programs take longer to compile than to run."""
+def results_of(linear, calls, weights):
+    """Return those of a linear layer for rows and biases, in one program: it takes longer to compile than to run."""
     return jax.jit(lambda calls, weights: [linear(x, weights, bias) for x, bias in calls])(calls, weights)
 
 
@@ -67,7 +67,7 @@ def test_products_of_awkward_shapes(library, fmt):
             for rows in (1, 2, 3, 4, 5, 8, 13, 32)
         ]
         for actual, expected in zip(
-            all_of(cpu.linear, calls, weights), all_of(plain.linear, calls, weights), strict=True
+            results_of(cpu.linear, calls, weights), results_of(plain.linear, calls, weights), strict=True
         ):
             check(actual, expected, TOLERANCES[fmt])
 
@@ -84,7 +84,7 @@ def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
 
 
 def products(layers, x, residual, weights, scale, shift, bias):
-    """What comes before and after the product, in one program."""
+    """Return the results of products with all that comes before and after them."""
     results = [layers.linear_residual(x, weights, residual, bias)]
     for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
         for gated in (False, True):

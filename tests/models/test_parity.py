@@ -10,7 +10,7 @@ FIRST = {goldens.read_config(name)["model_type"]: name for name in reversed(gold
 
 
 def decoders(*, first):
-    """The decoders, of which those that are, or are not, the first of their family are not slow."""
+    """Return all decoders; slow are those that are, or are not, the first of their family."""
     return [pytest.param(name, marks=[pytest.mark.slow] * ((name in FIRST) != first)) for name in goldens.DECODERS]
 
 
