@@ -336,9 +336,8 @@ class Costs:
 
     A time goes from dispatch, or from when the previous step's results were on the host if that was later, to the
     results on the host. It excludes compiling and packing the inputs; it includes the small programs that change the
-    state between two steps. Where steps overlap, a host that notices results late makes one step too long and the next
-    one too short: `mean` is right then, percentiles are what the host saw. The first call of a program in a process
-    is not counted: it does the set-up for later calls.
+    state between two steps. A host that comes late for the results, since it did something else, knows only what the
+    time was at most. The first call of a program in a process is not counted: it does the set-up for later calls.
 
     Costs of earlier processes (the prior) are read once, at the start, and count as `PRIOR_CALLS` calls. Threads may
     share one. A planner that reads many of them takes a `snapshot`.
@@ -381,7 +380,7 @@ class Costs:
             cost.add(seconds[key], 1, seconds[key])
         return cls(known, learns=False)
 
-    def record(self, name: str, bucket: Bucket, seconds: float, *, passes: int = 1) -> None:
+    def record(self, name: str, bucket: Bucket, seconds: float, *, passes: int = 1, at_most: bool = False) -> None:
         """Count a call.
 
         Args:
@@ -389,6 +388,7 @@ class Costs:
           bucket: its sizes.
           seconds: the time of the whole call.
           passes: passes through the model in it.
+          at_most: whether it took so long at most, since nobody waited for its end: above the mean, that says nothing.
         """
         if not self._learns:
             return
@@ -397,8 +397,9 @@ class Costs:
             if program is None:
                 program = self._programs[name, bucket] = _Times(Cost())
                 self._renew_table()
-            if program.called:
-                program.record(max(seconds / passes, SHORTEST), passes)
+            each = max(seconds / passes, SHORTEST)
+            if program.called and not (at_most and program.cost.weight and each > program.cost.mean):
+                program.record(each, passes)
             program.called = True
 
     def replace(self, name: str, bucket: Bucket, seconds: Iterable[float]) -> None:

@@ -64,20 +64,21 @@ class PassCosts:
         self._name = "pass" if streamed else "ring" if stages > 1 else "decode"
         self._sizes = {} if self._name == "decode" else {"chunks": 0}
 
-    def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
+    def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int, at_most: bool = False) -> None:
         """Record a step of `plain` and `speculative` passes, made by the decode program of this bucket.
 
-        There are no passes if all rows had ended in the step before: its time says nothing.
+        There are no passes if all rows had ended in the step before: its time says nothing. at_most: as in `Costs`.
         """
         sizes = dict(bucket) | {"speculative": 0}
         if plain and not speculative:
-            self.all.record(self._name, tuple(sizes.items()), seconds, passes=plain)
+            self.all.record(self._name, tuple(sizes.items()), seconds, passes=plain, at_most=at_most)
         elif speculative and not plain:
-            self.all.record(self._name, bucket, seconds, passes=speculative)
+            self.all.record(self._name, bucket, seconds, passes=speculative, at_most=at_most)
         # With more plain passes, too little time would be left to attribute.
         elif 0 < plain <= speculative and (mean := self.all.mean(self._name, **sizes)):
             # A speculative pass does all that a plain one does.
-            self.all.record(self._name, bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
+            rest = max(seconds - plain * mean, speculative * mean)
+            self.all.record(self._name, bucket, rest, passes=speculative, at_most=at_most)
 
     def seconds(self, rows: int, micro_batches: int = 1) -> float | None:
         """Return the seconds of a plain pass, or of a speculative one if no plain one is known; None if none is.

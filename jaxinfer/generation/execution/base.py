@@ -144,6 +144,10 @@ class BaseExecutor[Buckets]:
         """End a wait for a disk, as in `Executor`."""
         self._passes.interrupt()
 
+    def _is_late(self, outputs: Any) -> bool:
+        """Return whether a step's results had come before they are waited for, while the host did something else."""
+        return bool(self.depth) and all(array.is_ready() for array in jax.tree.leaves(outputs))
+
     def _seconds(self, step: InFlightStep) -> float:
         """Return how long a step took whose results have just arrived, as `Costs` defines it."""
         return self._time.end(step.launched).seconds

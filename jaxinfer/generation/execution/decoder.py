@@ -157,11 +157,12 @@ class DecoderExecutor(BaseExecutor[Buckets]):
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step; returns its results."""
         results: list[PassResult] = step.output
+        late = self._is_late([result.output for result in results])
         self.passes.finish()
         on_host = jax.device_get([result.output for result in results])
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
-        self._record(results[0], outputs[0], self._seconds(step))
+        self._record(results[0], outputs[0], self._seconds(step), at_most=late)
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, result, by_lane in zip(self.passes.split(step.batch), results, outputs, strict=True):
@@ -176,13 +177,19 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         jax.block_until_ready([result.output for result in step.output])
 
     def _record(
-        self, first: PassResult, lanes: Sequence[PrefillOutput] | Sequence[DecodeOutput], seconds: float
+        self,
+        first: PassResult,
+        lanes: Sequence[PrefillOutput] | Sequence[DecodeOutput],
+        seconds: float,
+        *,
+        at_most: bool,
     ) -> None:
-        """Record how long a step took. lanes: the results of its first pass."""
+        """Record how long a step took, or took at most. lanes: the results of its first pass."""
         passes = [output.passes.tolist() for output in lanes if isinstance(output, DecodeOutput)]
         if passes:
             # The lane whose rows went on longest was there in all passes.
             plain, speculative = max(passes, key=sum)
-            self._pass_costs.record(first.bucket, seconds * first.steady_share, plain=plain, speculative=speculative)
+            steady = seconds * first.steady_share
+            self._pass_costs.record(first.bucket, steady, plain=plain, speculative=speculative, at_most=at_most)
         else:
-            self.costs.record(first.name, first.bucket, seconds)
+            self.costs.record(first.name, first.bucket, seconds, at_most=at_most)

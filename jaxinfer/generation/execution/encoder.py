@@ -98,9 +98,10 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a batch; its vectors are pooled already, so only their directions count."""
         result: Vectors = step.output
+        late = self._is_late(result.vectors)
         self.passes.finish()
         vectors = np.asarray(result.vectors)[: len(step.batch.chunks)]  # the last rows are padding
-        self.costs.record(result.name, result.bucket, self._seconds(step))
+        self.costs.record(result.name, result.bucket, self._seconds(step), at_most=late)
         return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])
 
     def wait(self, step: InFlightStep) -> None:
