@@ -23,55 +23,97 @@ inline void relax() {
 #endif
 }
 
-// Runs fn(0), ..., fn(count - 1), in any order, and returns when all have ended. fn must not throw.
+// Ranges that together are [0, count), for a few threads.
 //
-// The calling thread takes tasks like the others, and waits only for those that have begun. A pool's threads may all be
-// calls that wait like this one; then each call does its own tasks. A call that waited for tasks that are only scheduled
-// would never end.
+// Each thread has a share, of which it takes one piece after another from the front: it reads memory in one run. When
+// its own is used up, it takes from the back of another's, so that a thread that is late, or never comes, holds up
+// nothing but the piece that it has begun.
+class Shares {
+ public:
+  // least: the fewest of a range, except at the end of a share. count: below 2^32.
+  Shares(int64_t count, int64_t threads, int64_t least) : least_(least), left_(threads) {
+    for (int64_t i = 0; i < threads; ++i) left_[i].range = pack(count * i / threads, count * (i + 1) / threads);
+  }
+
+  // Takes a range for a thread, unless nothing is left.
+  bool take(int64_t thread, int64_t& begin, int64_t& end) {
+    const int64_t threads = static_cast<int64_t>(left_.size());
+    for (int64_t i = 0; i < threads; ++i) {
+      auto& left = left_[(thread + i) % threads].range;
+      for (uint64_t range = left.load(std::memory_order_relaxed); size(range) > 0;) {
+        begin = range & kLow, end = range >> 32;
+        if (i == 0) {
+          end = std::min(begin + std::max(size(range) / kPieces, least_), end);
+        } else {
+          begin = std::max(end - std::max(size(range) / 2, least_), begin);
+        }
+        const uint64_t rest = i == 0 ? pack(end, range >> 32) : pack(range & kLow, begin);
+        if (left.compare_exchange_weak(range, rest, std::memory_order_relaxed)) return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int64_t kPieces = 8;  // of what is left of a share
+  static constexpr uint64_t kLow = 0xffffffff;
+  struct alignas(64) Left {
+    std::atomic<uint64_t> range{0};
+  };
+
+  static uint64_t pack(uint64_t begin, uint64_t end) { return begin | end << 32; }
+  static int64_t size(uint64_t range) { return static_cast<int64_t>(range >> 32) - static_cast<int64_t>(range & kLow); }
+
+  int64_t least_;
+  std::vector<Left> left_;
+};
+
+// Runs fn(begin, end) for ranges that together are [0, count), in any order, and returns when all have ended. fn must
+// not throw, and must compute the same however it is divided; least: the fewest of a range.
+//
+// The calling thread takes ranges like the others, and waits only for those that have begun. A pool's threads may all be
+// calls that wait like this one; then each call does its own work. A call that waited for what is only scheduled would
+// never end.
 //
 // Pool: has `num_threads()` and `Schedule(callable)`.
 template <typename Pool, typename F>
-void parallel_for(Pool& pool, int64_t count, const F& fn) {
+void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
   struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
+    Shared(int64_t count, int64_t threads, int64_t least) : shares(count, threads, least) {}
+    Shares shares;
+    std::atomic<int64_t> joined{0}, done{0};
   };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  if (helpers <= 0) {
-    for (int64_t i = 0; i < count; ++i) fn(i);
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), (count + least - 1) / least);
+  if (threads <= 1) {
+    if (count > 0) fn(0, count);
     return;
   }
-  auto shared = std::make_shared<Shared>();  // a thread may begin when the call has returned
-  const F* call = &fn;                       // which is read only by who took a task, while the call waits
-  auto work = [count, call](Shared& shared) {
-    for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      (*call)(i);
-      shared.done.fetch_add(1, std::memory_order_release);
+  auto shared = std::make_shared<Shared>(count, threads, least);  // a thread may begin when the call has returned
+  const F* call = &fn;  // which is read only by who took a range, while the call waits
+  auto work = [call](Shared& shared) {
+    const int64_t thread = shared.joined.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t begin, end; shared.shares.take(thread, begin, end);) {
+      (*call)(begin, end);
+      shared.done.fetch_add(end - begin, std::memory_order_release);
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared, work] { work(*shared); });
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared, work] { work(*shared); });
   work(*shared);
   for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < 4096) {
       relax();
     } else {
-      std::this_thread::yield();  // the thread of a task may need this processor
+      std::this_thread::yield();  // the thread of a range may need this processor
     }
   }
 }
 
-// Runs fn(begin, end) for ranges that together are [0, count), in any order, as `parallel_for`.
-//
-// Each is a share of what is left, `least` at the smallest: large ones first, which read memory in long runs, small ones
-// at last, so that all threads end together. So fn must compute the same however it is divided.
+// Runs fn(0), ..., fn(count - 1), as `parallel_ranges`.
 template <typename Pool, typename F>
-void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  std::vector<int64_t> ends;
-  for (int64_t begin = 0; begin < count; begin = ends.back()) {
-    const int64_t share = threads == 1 ? count : std::max((count - begin) / (2 * threads), least);
-    ends.push_back(std::min(begin + share, count));
-  }
-  parallel_for(pool, static_cast<int64_t>(ends.size()), [&](int64_t i) { fn(i ? ends[i - 1] : 0, ends[i]); });
+void parallel_for(Pool& pool, int64_t count, const F& fn) {
+  parallel_ranges(pool, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) fn(i);
+  });
 }
 
 }  // namespace jaxinfer

@@ -1,6 +1,7 @@
 // Runs the CPU kernels without XLA, on pools of 1, 2 and many threads, for sanitizers to watch: buffers are as long as
 // what is in them. Results must be right, and the same on every pool.
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -142,9 +143,33 @@ void tasks_run_once() {
     for (const int64_t count : {0, 1, 2, 7, 1000}) {
       std::vector<int> runs(count);
       parallel_for(pool, count, [&](int64_t i) { ++runs[i]; });
-      check(std::accumulate(runs.begin(), runs.end(), int64_t{0}) == count, "a task ran twice, or never");
+      check(std::count(runs.begin(), runs.end(), 1) == count, "a task ran twice, or never");
+    }
+    for (const int64_t least : {1, 3, 100}) {
+      std::vector<int> runs(1000);
+      parallel_ranges(pool, 1000, least, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ++runs[i];
+      });
+      check(std::count(runs.begin(), runs.end(), 1) == 1000, "ranges overlap, or leave something out");
     }
   }
+}
+
+// A pool of which no thread is free while a call runs.
+struct BusyPool {
+  std::vector<std::function<void()>> scheduled;
+  int64_t num_threads() const { return 4; }
+  void Schedule(std::function<void()> call) { scheduled.push_back(std::move(call)); }
+};
+
+void a_call_does_what_nobody_else_does() {
+  BusyPool pool;
+  {
+    std::vector<int> runs(1000);
+    parallel_for(pool, 1000, [&](int64_t i) { ++runs[i]; });
+    check(std::count(runs.begin(), runs.end(), 1) == 1000, "a call waits for threads that do not come");
+  }
+  for (auto& late : pool.scheduled) late();  // when the call has returned
 }
 
 // Calls that run on the pool's own threads, more than there are, from several threads that wait for them.
@@ -222,6 +247,7 @@ void experts(Format format) {
 
 int main() {
   tasks_run_once();
+  a_call_does_what_nobody_else_does();
   calls_at_once_end();
   for (const Format format : {Format::kFloat32, Format::kBfloat16, Format::kInt8, Format::kInt4}) {
     linear_layers<float>(format);

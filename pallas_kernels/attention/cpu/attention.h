@@ -21,7 +21,7 @@
 namespace jaxinfer::attention {
 
 constexpr int kTileKeys = 64;
-constexpr int kAheadKeys = 16;      // how far keys are prefetched
+constexpr int kAheadKeys = 16;      // how far the keys of a first tile are prefetched
 constexpr int kMaxSplits = 32;      // of a row's keys
 constexpr int kTaskQueries = 64;    // of all KV heads of a task, unless one token has more
 constexpr int kTaskBytes = 1 << 10;  // of a token's keys, which lie beside each other, at least
@@ -80,12 +80,22 @@ __attribute__((noinline)) void multiply_keys(const float* q, const C* keys, cons
   store_parts<kQueries>(sums(totals), scores, stride);
 }
 
+// What is fetched into the cache while something else is computed, in parts.
+struct Ahead {
+  const char* const* parts = nullptr;  // null: nothing
+  int64_t bytes = 0;                   // of each
+
+  void fetch(int64_t part) const {
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(parts[part] + i);
+  }
+};
+
 // sums[r] = factor[r] * sums[r] + the sum over keys c of weights[r][c] * values[offsets[c]], for kQueries queries and
-// kVectors vectors of a value.
+// kVectors vectors of a value. With each key, `ahead` is fetched.
 template <int kQueries, int kVectors, typename C, typename Load>
 __attribute__((noinline)) void add_values(const float* weights, int64_t stride, const C* values,
                                           const int64_t* offsets, int64_t keys, const float* factors, float* sums,
-                                          int64_t sums_stride, Load load_value) {
+                                          int64_t sums_stride, const Ahead& ahead, Load load_value) {
   Floats totals[kQueries][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kQueries; ++r) {
@@ -95,6 +105,7 @@ __attribute__((noinline)) void add_values(const float* weights, int64_t stride, 
     }
   }
   for (int64_t c = 0; c < keys; ++c) {
+    ahead.fetch(c);
     Floats value[kVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) value[i] = load_value(values + offsets[c] + i * kFloats);
@@ -115,18 +126,19 @@ __attribute__((noinline)) void add_values(const float* weights, int64_t stride, 
 // The same for whole values of `size` numbers.
 template <int kQueries, typename C>
 inline void add_whole_values(const float* weights, int64_t stride, const C* values, const int64_t* offsets,
-                             int64_t keys, const float* factors, float* sums, int64_t sums_stride, int64_t size) {
+                             int64_t keys, const float* factors, float* sums, int64_t sums_stride, int64_t size,
+                             Ahead ahead) {
   auto whole = [](const C* p) { return load(p); };
   int64_t d = 0;
-  for (constexpr int kWide = kWideVectors * kFloats; d + kWide <= size; d += kWide) {
+  for (constexpr int kWide = kWideVectors * kFloats; d + kWide <= size; d += kWide, ahead = {}) {
     add_values<kQueries, kWideVectors>(weights, stride, values + d, offsets, keys, factors, sums + d, sums_stride,
-                                       whole);
+                                       ahead, whole);
   }
-  for (; d + kFloats <= size; d += kFloats) {
-    add_values<kQueries, 1>(weights, stride, values + d, offsets, keys, factors, sums + d, sums_stride, whole);
+  for (; d + kFloats <= size; d += kFloats, ahead = {}) {
+    add_values<kQueries, 1>(weights, stride, values + d, offsets, keys, factors, sums + d, sums_stride, ahead, whole);
   }
   if (d < size) {
-    add_values<kQueries, 1>(weights, stride, values + d, offsets, keys, factors, sums + d, sums_stride,
+    add_values<kQueries, 1>(weights, stride, values + d, offsets, keys, factors, sums + d, sums_stride, ahead,
                             [&](const C* p) { return load_first(p, size - d); });
   }
 }
@@ -222,9 +234,8 @@ class PagedAttention {
 
   // A token's keys are read together as far as they are short, and as their queries are few.
   int64_t heads_of_task() const {
-    const int64_t bytes = pages_.head_dim * sizeof(C);
     int64_t heads = 1;
-    while (heads < pages_.kv_heads && heads * bytes < kTaskBytes &&
+    while (heads < pages_.kv_heads && heads * head_bytes() < kTaskBytes &&
            2 * heads * group_ * block_tokens_ <= kTaskQueries && pages_.kv_heads % (2 * heads) == 0) {
       heads *= 2;
     }
@@ -348,29 +359,42 @@ class PagedAttention {
 
   // One tile after another.
   void attend(const State& state, Visible keys) const {
-    int64_t offsets[kTileKeys + kAheadKeys];  // of the tile, and of those that follow, perhaps in the next split
+    int64_t offsets[2 * kTileKeys];  // of the tile, and of the one that follows, perhaps in the next split
     for (int64_t begin = keys.first; begin <= keys.last;) {
       const int64_t end = std::min((begin / kTileKeys + 1) * kTileKeys, keys.last + 1);
-      const int64_t known = std::min(end - begin + kAheadKeys, state.block.keys.last + 1 - begin);
+      const int64_t known = std::min(end - begin + kTileKeys, state.block.keys.last + 1 - begin);
       locate(state, begin, known, offsets);
-      std::fill(offsets + known, offsets + kTileKeys + kAheadKeys, offsets[known - 1]);
+      std::fill(offsets + known, offsets + 2 * kTileKeys, offsets[known - 1]);
+      const bool is_first = begin == keys.first;
       if (stride_ == pages_.head_dim) {
-        score<true>(state, offsets, end - begin);
+        score<true>(state, offsets, end - begin, is_first);
       } else {
-        score<false>(state, offsets, end - begin);
+        score<false>(state, offsets, end - begin, is_first);
       }
       if (pages_.k_scale != nullptr) read_scales(state, begin, end - begin);
       for (int64_t head = 0; head < state.heads; ++head) {
         weigh(state, head, begin, end);
-        in_blocks(state.queries, [&](int64_t r, auto count) {
-          const int64_t i = head * state.queries + r;
-          add_whole_values<decltype(count)::value>(
-              state.scores + i * kTileKeys, kTileKeys, pages_.v + (state.first_head + head) * pages_.head_dim, offsets,
-              end - begin, state.factors + i, state.softmax.sums + i * stride_, stride_, pages_.head_dim);
-        });
+        add_values_of(state, head, offsets, end - begin);
       }
       begin = end;
     }
+  }
+
+  // Adds a tile's values of a head, while keys of the next tile, of all heads in memory's order, are on their way.
+  void add_values_of(const State& state, int64_t head, const int64_t* offsets, int64_t count) const {
+    const char* ahead[kTileKeys];
+    int64_t key = count + head * count / state.heads, part = head * count % state.heads;
+    for (int64_t c = 0; c < count; ++c, ++part) {
+      if (part == state.heads) ++key, part = 0;
+      ahead[c] = reinterpret_cast<const char*>(pages_.k + offsets[key] + (state.first_head + part) * pages_.head_dim);
+    }
+    in_blocks(state.queries, [&](int64_t r, auto queries) {
+      const int64_t i = head * state.queries + r;
+      add_whole_values<decltype(queries)::value>(
+          state.scores + i * kTileKeys, kTileKeys, pages_.v + (state.first_head + head) * pages_.head_dim, offsets,
+          count, state.factors + i, state.softmax.sums + i * stride_, stride_, pages_.head_dim,
+          r == 0 ? Ahead{ahead, head_bytes()} : Ahead{});
+    });
   }
 
   // Finds keys in the pages: offsets of their first head.
@@ -387,10 +411,10 @@ class PagedAttention {
 
   int64_t page(int32_t entry) const { return std::clamp<int64_t>(entry, 0, pages_.num_pages - 1); }
 
-  // Multiplies queries by a tile's keys, while values and the keys that follow are on their way into the cache.
+  // Multiplies queries by a tile's keys, while its values are on their way into the cache, and keys if it is the first.
   template <bool kWhole>
-  void score(const State& state, const int64_t* offsets, int64_t count) const {
-    static_assert(kTileKeys % kFloats == 0 && kAheadKeys % kFloats == 0);
+  void score(const State& state, const int64_t* offsets, int64_t count, bool is_first) const {
+    static_assert(kTileKeys % kFloats == 0 && kAheadKeys <= kTileKeys);
     const int step = state.queries % 4 == 0 ? kFloats / 4 : kFloats;  // of all heads at a time, in memory's order
     for (int64_t c = 0; c < count; c += step) {
       for (int64_t head = 0; head < state.heads; ++head) {
@@ -401,7 +425,7 @@ class PagedAttention {
           for (int j = 0; j < step; j += kKeys) {
             for (int64_t k = c + j; r == 0 && k < c + j + kKeys; ++k) {  // a few at a time: loads wait for many
               prefetch_head(pages_.v + offsets[k] + first);
-              prefetch_head(pages_.k + offsets[kAheadKeys + k] + first);
+              if (is_first && k + kAheadKeys < count) prefetch_head(pages_.k + offsets[kAheadKeys + k] + first);
             }
             multiply_keys<kQueries, kWhole>(state.q + i * stride_, pages_.k + first, offsets + c + j, pages_.head_dim,
                                             state.scores + i * kTileKeys + c + j, kTileKeys);
@@ -411,9 +435,11 @@ class PagedAttention {
     }
   }
 
+  int64_t head_bytes() const { return pages_.head_dim * static_cast<int64_t>(sizeof(C)); }
+
   void prefetch_head(const C* p) const {
     const char* begin = reinterpret_cast<const char*>(p);
-    for (int64_t i = 0; i < pages_.head_dim * static_cast<int64_t>(sizeof(C)); i += 64) prefetch(begin + i);
+    for (int64_t i = 0; i < head_bytes(); i += 64) prefetch(begin + i);
   }
 
   void read_scales(const State& state, int64_t begin, int64_t count) const {
