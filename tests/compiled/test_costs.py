@@ -86,6 +86,18 @@ def test_a_stall_is_bounded_in_the_mean_and_seen_in_percentiles():
     assert cost.percentile(100) == pytest.approx(3600, rel=0.025)
 
 
+def test_what_a_call_took_at_most_counts_only_below_the_mean():
+    costs = Costs()
+    for seconds in (9.0, 0.004):  # the first call of all, and the first that counts
+        costs.record("decode", ROWS, seconds, at_most=True)
+    assert costs.mean("decode") == pytest.approx(0.004)
+    costs.record("decode", ROWS, 0.4, at_most=True)
+    assert costs.mean("decode") == pytest.approx(0.004)
+    costs.record("decode", ROWS, 0.004, passes=2, at_most=True)
+    assert costs.mean("decode") == pytest.approx(0.003)
+    assert costs.for_sizes("decode").calls == 2
+
+
 def test_a_clock_that_stands_still_is_no_error():
     costs = Costs()
     record(costs, 0.0, 0.0)
