@@ -21,6 +21,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "int8": {"dtype": "float32", "quantize": "int8"},
     "fp8": {"dtype": "float32", "quantize": "fp8"},
     "int4": {"dtype": "float32", "quantize": "int4"},
+    "bfloat16 cache": {"dtype": "float32", "kv_dtype": "bfloat16"},
     "int8 cache": {"dtype": "float32", "kv_dtype": "int8"},
 }
 OVERLAP = 0.5  # fraction of a window that is only context for the rest

@@ -9,7 +9,7 @@ from jax import lax
 
 
 class KVPages(NamedTuple):
-    """One layer's KV cache, in float or int8.
+    """One layer's KV cache, in int8 or a float dtype, which may be of fewer bits than what is computed in.
 
     Attributes:
       k, v: [num_pages, page_size, Hkv, K].

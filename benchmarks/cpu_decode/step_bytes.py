@@ -6,6 +6,8 @@ from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.leaves import canonical_leaves
 
 QUANTISED = ("int8", "int4")
+NARROW_KV = 2
+"""Bytes of a key's or value's number beside quantised weights, as llama.cpp has them by default beside all."""
 
 
 def weight_format(dtype: str) -> WeightFormat:
@@ -34,7 +36,8 @@ def kv_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
     """Count the bytes of keys and values of all layers for one sequence, in a window at most its tokens."""
     attention = config.attention
     tokens = sum(min(context, attention.window(layer) or context) for layer in range(config.layers))
-    return 2 * tokens * attention.kv_heads * attention.head_dim * weight_format(dtype).dtype.itemsize
+    size = NARROW_KV if dtype in QUANTISED else weight_format(dtype).dtype.itemsize
+    return 2 * tokens * attention.kv_heads * attention.head_dim * size
 
 
 def step_bytes(config: DecoderConfig, dtype: str, context: float) -> float:

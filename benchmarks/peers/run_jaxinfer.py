@@ -31,7 +31,9 @@ class Jaxinfer:
         def load(max_batch, context):
             # Rounds repeat their prompts: with prefix caching all but the first round would find them cached.
             options = {"max_batch": max_batch, "context": context, "prefix_caching": prefix_caching}
-            return LLM(folder, dtype="float32" if quantize else dtype, quantize=quantize, **options)
+            if quantize:  # llama.cpp's cache has 16 bits, too
+                return LLM(folder, dtype="float32", quantize=quantize, kv_dtype="bfloat16", **options)
+            return LLM(folder, dtype=dtype, **options)
 
         self.load, self.sizes, self.wide = load, (max_batch, context), {}
         self.running = []

@@ -59,7 +59,7 @@ LayerFilesOption = Annotated[
 ]
 PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
-KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
+KVDtypeOption = Annotated[str | None, typer.Option(help="Keys and values in bfloat16 or int8 (default: as computed).")]
 
 
 def parse_mesh(text: str | None) -> "MeshFile":

@@ -79,6 +79,7 @@ def cases() -> Iterator[Case]:
     yield _extreme_case()
     for dtype, tokens in (("float32", 1), ("bfloat16", 1), ("int8", 1), ("float32", 3), ("int8", 3), ("float32", 40)):
         yield _attention_case(rng, dtype, tokens)
+    yield _attention_case(rng, "bfloat16", 1, rows_dtype="float32")
 
 
 def compare(library: Library) -> tuple[list[str], list[str]]:
@@ -192,10 +193,10 @@ def _expert_case(rng: np.random.Generator, dtype: str) -> Case:
     return Case(name=f"expert_mlp, {dtype}", call=call, args=args, tolerance=2 * _TOLERANCES[dtype])
 
 
-def _attention_case(rng: np.random.Generator, dtype: str, tokens: int) -> Case:
-    """Return rows with contexts of several pages, one of them padding; more options with more tokens."""
+def _attention_case(rng: np.random.Generator, dtype: str, tokens: int, rows_dtype: str | None = None) -> Case:
+    """Return rows with contexts of several pages of a dtype, one of them padding; more options with more tokens."""
     rows, kv_heads, group, head_dim, width, size = 4, 2, 3, 16, 9, 16
-    rows_dtype = "float32" if dtype == "int8" else dtype
+    rows_dtype = rows_dtype or _rows_dtype(dtype)
     shape = rows * width + 2, size, kv_heads, head_dim
     if dtype == "int8":
         k, v = (_array(rng.integers(-127, 128, shape), np.int8) for _ in range(2))

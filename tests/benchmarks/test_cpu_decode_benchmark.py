@@ -59,8 +59,8 @@ def test_a_step_reads_all_that_is_stored_but_an_embedding_that_is_no_head(dtype,
 
 def test_keys_and_values_of_all_layers_are_read_but_windows_bound_them():
     token = 2 * 2 * 32 * 4  # keys and values of a layer
-    assert kv_bytes(small(), "int8", 50) == 2 * 50 * token
-    assert kv_bytes(small(), "bfloat16", 50) == 50 * token
+    assert kv_bytes(small(), "int8", 50) == 50 * token  # in 16 bits
+    assert kv_bytes(small(), "float32", 50) == 2 * kv_bytes(small(), "bfloat16", 50) == 2 * 50 * token
     assert kv_bytes(small(windows=(16, None)), "float32", 50) == (16 + 50) * token
 
 

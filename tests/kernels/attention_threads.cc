@@ -189,7 +189,7 @@ int main() {
   };
   for (const Shape& shape : shapes) {
     const bool right = check<float, float>(shape) && check<bfloat16, bfloat16>(shape) &&
-                       check<float, int8_t>(shape) && check<bfloat16, int8_t>(shape);
+                       check<float, bfloat16>(shape) && check<float, int8_t>(shape) && check<bfloat16, int8_t>(shape);
     if (!right) {
       std::printf("results differ: head_dim %d\n", static_cast<int>(shape.head_dim));
       return 1;

@@ -72,6 +72,7 @@ CASES = {
     "one token": SMALL,
     "bfloat16": dataclasses.replace(SMALL, dtype=jnp.bfloat16, rotary_half=32, norms=True),
     "int8": dataclasses.replace(SMALL, tokens=2, int8=True),
+    "bfloat16 pages": dataclasses.replace(SMALL, tokens=2, pages_dtype=jnp.bfloat16),
     "int8 and bfloat16": dataclasses.replace(SMALL, dtype=jnp.bfloat16, int8=True, window=30),
     "part of a head is rotated": dataclasses.replace(SMALL, rotary_half=5, norms=True, tokens=3),
     "drafts": Case(positions=(62, 126, 20, -1), tokens=3, lengths=(3, 3, 1, 0), group=3, dtype=jnp.float32),
@@ -100,6 +101,9 @@ CASES = {
     "a group too large for a block": Case(positions=(70,), tokens=2, group=71, head_dim=8, dtype=jnp.float32),
     "a chunk": Case(positions=(5, 40), tokens=70, lengths=(70, 33), group=3, width=8, head_dim=16, dtype=jnp.float32),
     "an int8 chunk": Case(positions=(5,), tokens=70, group=3, width=8, head_dim=16, dtype=jnp.float32, int8=True),
+    "a chunk, bfloat16 pages": Case(
+        positions=(5,), tokens=70, group=3, width=8, dtype=jnp.float32, pages_dtype=jnp.bfloat16
+    ),
     "only padding": Case(positions=(-1, -1), tokens=2, dtype=jnp.float32),
 }
 
@@ -267,7 +271,7 @@ def test_a_loop_copies_no_cache(int8, library):
 
 
 @pytest.mark.parametrize(
-    ("qkv", "cache"), [(jnp.float16, jnp.float16), (jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+    ("qkv", "cache"), [(jnp.float16, jnp.float16), (jnp.float32, jnp.float16), (jnp.bfloat16, jnp.float32)]
 )
 def test_other_dtypes_are_left_to_xla(qkv, cache, library):
     x, pages, *rest = SMALL.args()

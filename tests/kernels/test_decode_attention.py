@@ -40,6 +40,7 @@ class Case:
     width: int = 9
     dtype: Any = jnp.bfloat16
     int8: bool = False
+    pages_dtype: Any = None  # None: dtype
     rotary_half: int = 0
     norms: bool = False
     window: int | None = None
@@ -72,7 +73,7 @@ class Case:
             scales = (jnp.asarray(rng.uniform(0.005, 0.02, k.shape[::2]), jnp.float32) for _ in "kv")
             pages = KVPages(k, v, *scales)
         else:
-            pages = KVPages(numbers(*shapes.k.shape), numbers(*shapes.v.shape))
+            pages = KVPages(*(numbers(*x.shape, dtype=self.pages_dtype or self.dtype) for x in shapes[:2]))
         table = jnp.asarray(rng.permutation(num_pages)[: batch * self.width].reshape(batch, -1), jnp.int32)
         index, first = np.arange(self.tokens), np.array(self.positions)[:, None]
         lengths = np.full(batch, self.tokens) if self.lengths is None else np.array(self.lengths)

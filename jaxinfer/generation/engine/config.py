@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, TypedDict
 
 import numpy as np
 
-KV_DTYPES = ("int8",)
+KV_DTYPES = ("bfloat16", "int8")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -26,7 +26,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_caching: bool
     """Whether requests share the pages of equal beginnings."""
     kv_dtype: str | None
-    """`int8` holds keys and values in a byte each; None: the model's own dtype."""
+    """`bfloat16` holds keys and values in two bytes each, `int8` in one; None: the dtype that is computed in."""
     max_adapters: int
     """How many LoRA adapters can run together; 0: none."""
     max_lora_rank: int

@@ -229,9 +229,10 @@ class DeviceLayout:
         return jax.ShapeDtypeStruct((rows, bitmask_words(self.config.vocab)), np.uint32)
 
     def _state(self) -> DeviceState:
-        attention, int8 = self.config.attention, self.engine.kv_dtype == "int8"
+        attention, kv_dtype = self.config.attention, self.engine.kv_dtype
         sizes = self.lanes * self.num_pages, self.engine.page_size, attention.kv_heads, attention.head_dim
-        layer = KVPages.shapes(*sizes, self.weights.dtype, int8=int8)
+        dtype = self.weights.dtype if kv_dtype is None else np.dtype(kv_dtype)
+        layer = KVPages.shapes(*sizes, dtype, int8=kv_dtype == "int8")
 
         def page(x: Any) -> Any:
             names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")

@@ -79,8 +79,9 @@ def _check_dtypes(
     """Raise UnsupportedError for dtypes that the kernel does not take."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise UnsupportedError(f"heads must be float32 or bfloat16, got {x.dtype}")
-    if pages.k.dtype not in (x.dtype, jnp.int8):
-        raise UnsupportedError(f"the cache must be in the heads' dtype {x.dtype} or in int8, got {pages.k.dtype}")
+    if pages.k.dtype not in (x.dtype, jnp.bfloat16, jnp.int8):
+        kinds = f"in the heads' dtype {x.dtype}, bfloat16 or int8"
+        raise UnsupportedError(f"the cache must be {kinds}, got {pages.k.dtype}")
     for index in indices:
         if index.dtype != jnp.int32:
             raise UnsupportedError(f"page table and positions must be int32, got {index.dtype}")

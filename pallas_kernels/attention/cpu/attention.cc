@@ -47,6 +47,8 @@ struct Call {
     const auto type = heads.element_type(), stored = k.element_type();
     if (type == ffi::F32 && stored == ffi::F32) {
       run<float, float>(stores);
+    } else if (type == ffi::F32 && stored == ffi::BF16) {
+      run<float, bfloat16>(stores);
     } else if (type == ffi::F32 && stored == ffi::S8) {
       run<float, int8_t>(stores);
     } else if (type == ffi::BF16 && stored == ffi::BF16) {
@@ -54,7 +56,7 @@ struct Call {
     } else if (type == ffi::BF16 && stored == ffi::S8) {
       run<bfloat16, int8_t>(stores);
     } else {
-      return ffi::Error::InvalidArgument("attention takes float32 and bfloat16, and pages in the same type or in int8");
+      return ffi::Error::InvalidArgument("attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8");
     }
     return ffi::Error::Success();
   }

@@ -176,6 +176,13 @@ def test_int8_kv(name, model):
     assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2_window"])
+def test_bfloat16_kv(name, model):
+    errors = logprob_errors(LLM(model, kv_dtype="bfloat16", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)
+    assert 0 < errors.max() < 0.05
+
+
 @goldens_of("int8, int4, fp8")
 def test_quantised(name, model):
     """Results are close to those of float32, and not the same numbers."""

@@ -121,6 +121,7 @@ def test_sampling_exchanges_little(pair):
         pytest.param({"kv_dtype": "int8", "num_speculative_tokens": 3}, marks=pytest.mark.slow),
         pytest.param({"quantize": "fp8"}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "bfloat16", "num_speculative_tokens": 3}, marks=pytest.mark.slow),
         pytest.param({"num_speculative_tokens": 3}, marks=pytest.mark.slow),
         pytest.param({"rules": ShardingRules(vocab=None)}, marks=pytest.mark.slow),
         pytest.param({"rules": ShardingRules(heads=None, kv_heads=None, mlp=None)}, marks=pytest.mark.slow),

@@ -216,6 +216,7 @@ def test_auto_takes_the_first_that_fits(deep):
         pytest.param({"dtype": "bfloat16", "kv_dtype": "int8", "quantize": "int8"}, marks=pytest.mark.slow),
         pytest.param({"quantize": "int4"}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8", "quantize": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "bfloat16", "quantize": "int8"}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "quantize": "fp8"}, marks=pytest.mark.slow),
     ],
     ids=str,

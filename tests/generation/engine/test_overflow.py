@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.engine.config import KV_DTYPES
 from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
@@ -37,7 +38,7 @@ def run(engine, prompts):
     return sequences
 
 
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_dtype", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in KV_DTYPES)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
     engine = build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))

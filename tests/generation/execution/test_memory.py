@@ -43,6 +43,11 @@ def test_an_int8_cache_takes_a_quarter(model):
     assert plan.page_bytes == PAGE_BYTES // 4 + scales
 
 
+def test_a_bfloat16_cache_takes_half(model):
+    plan = memory.plan_memory(model, dataclasses.replace(CONFIG, kv_dtype="bfloat16"))
+    assert plan.page_bytes == PAGE_BYTES // 2
+
+
 def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
     needed = memory.workspace_bytes(DeviceLayout.from_model(model, CONFIG, num_pages=4), buckets_of(CONFIG, "cpu"))
     assert needed > 0
