@@ -56,7 +56,8 @@ struct Call {
     } else if (type == ffi::BF16 && stored == ffi::S8) {
       run<bfloat16, int8_t>(stores);
     } else {
-      return ffi::Error::InvalidArgument("attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8");
+      return ffi::Error::InvalidArgument(
+          "attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8");
     }
     return ffi::Error::Success();
   }

@@ -85,6 +85,9 @@ class Poisoned:
     def copy_to_host_async(self):
         pass
 
+    def is_ready(self):
+        return True
+
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("injected")
 
