@@ -26,14 +26,12 @@ class Jaxinfer:
     ways: ClassVar = [{"batch": 64}]
 
     def __init__(self, folder, dtype, max_batch=8, context=1024, *, prefix_caching=False):
-        quantize = dtype if dtype in QUANTISED else None
+        quantize, kv_dtype = (dtype, "bfloat16") if dtype in QUANTISED else (None, None)  # llama.cpp's has 16 bits, too
 
         def load(max_batch, context):
             # Rounds repeat their prompts: with prefix caching all but the first round would find them cached.
             options = {"max_batch": max_batch, "context": context, "prefix_caching": prefix_caching}
-            if quantize:  # llama.cpp's cache has 16 bits, too
-                return LLM(folder, dtype="float32", quantize=quantize, kv_dtype="bfloat16", **options)
-            return LLM(folder, dtype=dtype, **options)
+            return LLM(folder, dtype="float32" if quantize else dtype, quantize=quantize, kv_dtype=kv_dtype, **options)
 
         self.load, self.sizes, self.wide = load, (max_batch, context), {}
         self.running = []
