@@ -7,13 +7,13 @@ order and each by the thread that runs the model. Only reading files happens on 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, override
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxinfer.calls import INTERVAL, Call, DaemonThreads
 from jaxinfer.checkpoints.host_memory import aligned_buffer, array_of_parts
 from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.readers import Readers
@@ -117,11 +117,11 @@ class _FromHost:
         self.interval: tuple[float, float] | None = None
         self._arrays: list[jax.Array] = []
         self._begun = 0.0
-        self._ended: Future[float] | None = None
+        self._ended: Call[float] | None = None
 
     @property
     def ready(self) -> bool:
-        return self._ended is not None and self._ended.done()
+        return self._ended is not None and self._ended.done
 
     def place(self) -> None:
         if self._ended is not None:
@@ -141,7 +141,7 @@ class _FromHost:
 
     def release(self) -> None:
         if self._ended is not None:
-            self._ended.exception()
+            self._ended.wait()  # its arrays are deleted only then
         for array in self._arrays:
             array.delete()
 
@@ -167,7 +167,7 @@ class HostStore(LayerStore):
     def __init__(self, layers: Mapping[int, list[jax.Array]], shardings: Mapping[int, Sequence[Sharding]]):
         self.layers, self.shardings = layers, shardings
         self.bytes = {layer: sum(map(_bytes, leaves)) for layer, leaves in layers.items()}
-        self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
+        self.watcher = DaemonThreads(1, "jaxinfer-host-copies")
 
     @override
     def start(self, layer: int) -> Fetch:
@@ -203,7 +203,7 @@ class _FromDisk:
         self._begun = time.perf_counter()
         self._given_up = threading.Event()
         view = buffer.data
-        self._blocks: list[Future[tuple[float, float]]] = [
+        self._blocks: list[Call[tuple[float, float]]] = [
             store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
         ]
 
@@ -215,7 +215,7 @@ class _FromDisk:
 
     @property
     def ready(self) -> bool:
-        return all(block.done() for block in self._blocks)
+        return all(block.done for block in self._blocks)
 
     def place(self) -> None:
         if not self._store.aliases:
@@ -250,8 +250,9 @@ class _FromDisk:
 
     def _give_back(self) -> None:
         if self._buffer is not None:
-            reading = [block for block in self._blocks if not block.cancel() and not block.done()]
-            self._store.staging.give_back(self._buffer, reading)
+            for block in self._blocks:
+                block.cancel()
+            self._store.staging.give_back(self._buffer, self._blocks)
         self._buffer = None
 
 
@@ -280,49 +281,53 @@ class Staging:
     def __init__(self, *, keep: int | None = None, on_release: Callable[[np.ndarray], None] | None = None):
         self.readers = Readers()
         self._keep, self._on_release = keep, on_release
+        self._lock = threading.RLock()  # not a condition, whose lock an interrupt can leave taken
         self._free: list[np.ndarray] = []
-        self._late = 0  # buffers that come back once reads have ended
-        self._changed = threading.Condition()
+        self._late: list[tuple[np.ndarray, list[Call[Any]]]] = []  # buffers that are free once these reads have ended
 
     def take(self, size: int) -> np.ndarray:
-        """Return a buffer of exactly this size; what was in it is undefined."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._place(size) is not None or not self._late, TAKE_SECONDS)
-            if (place := self._place(size)) is not None:
-                return self._free.pop(place)
-        return aligned_buffer(size)
+        """Return a buffer of exactly this size; what was in it is undefined.
+
+        Waits at most `TAKE_SECONDS` for one that is read to, before it makes one.
+        """
+        until = time.monotonic() + TAKE_SECONDS
+        while True:
+            with self._lock:
+                self._collect()
+                sizes = [buffer.nbytes for buffer in self._free]
+                if size in sizes:
+                    return self._free.pop(sizes.index(size))
+                oldest = self._late[0][1][0] if self._late else None
+            if oldest is None or (left := until - time.monotonic()) <= 0:
+                return aligned_buffer(size)
+            oldest.wait(min(left, INTERVAL))  # it may hang, and others end
 
     def reserve(self, size: int, count: int) -> None:
         """Make buffers of this size in one memory, whose pages are huge even if each of them is small."""
         memory = aligned_buffer(size * count)
-        with self._changed:
+        with self._lock:
             self._free += [memory[start : start + size] for start in range(0, size * count, size)]
 
-    def _place(self, size: int) -> int | None:
-        return next((place for place, buffer in enumerate(self._free) if buffer.nbytes == size), None)
-
-    def give_back(self, buffer: np.ndarray, reading: Sequence[Future[Any]] = ()) -> None:
+    def give_back(self, buffer: np.ndarray, reading: Sequence[Call[Any]] = ()) -> None:
         """Take a buffer that nothing uses any more once these reads have ended: where one hangs, it never comes back.
 
         Does not wait for them.
         """
-        with self._changed:
-            self._late += 1
-        self._free_after(list(reading), buffer)
+        with self._lock:
+            self._late.append((buffer, list(reading)))
+            self._collect()
 
-    def _free_after(self, reading: list[Future[Any]], buffer: np.ndarray) -> None:
-        if reading:
-            reading[0].add_done_callback(lambda _: self._free_after(reading[1:], buffer))
-            return
-        if self._on_release is not None:
-            self._on_release(buffer)
-        with self._changed:
-            self._late -= 1
+    def _collect(self) -> None:
+        """Free the buffers that nothing is read to any more; under the lock."""
+        late = [(buffer, [read for read in reading if not read.done]) for buffer, reading in self._late]
+        self._late = [(buffer, reading) for buffer, reading in late if reading]
+        for buffer in [buffer for buffer, reading in late if not reading]:
+            if self._on_release is not None:
+                self._on_release(buffer)
             while self._free and self._keep is not None and self._free_bytes + buffer.nbytes > self._keep:
                 self._free.pop(0)
             if self._keep is None or buffer.nbytes <= self._keep:
                 self._free.append(buffer)
-            self._changed.notify_all()
 
     @property
     def _free_bytes(self) -> int:

@@ -8,6 +8,7 @@ process by `JAXINFER_PROGRESS=0`.
 import contextlib
 import functools
 import os
+import queue
 import sys
 import threading
 import time
@@ -141,7 +142,7 @@ class _Line:
         self._away = 0
         self._written: tuple[LongWork, float] | None = None  # off a terminal: the last line's work, and when
         self._watching: threading.Thread | None = None
-        self._changed = threading.Event()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # told of the end of all works
 
     @functools.cached_property
     def _console(self) -> "Console":
@@ -165,7 +166,7 @@ class _Line:
                 if self._bar is not None:
                     self._refresh()
                 if not self._works:
-                    self._changed.set()
+                    self._ended.put(None)
 
     @contextlib.contextmanager
     def hide(self) -> Iterator[None]:
@@ -180,9 +181,9 @@ class _Line:
 
     def _watch(self) -> None:
         while True:
-            self._changed.wait(0.25)
+            with contextlib.suppress(queue.Empty):
+                self._ended.get(timeout=0.25)
             with self._lock:
-                self._changed.clear()
                 if not self._works:
                     self._watching = None
                     return

@@ -10,10 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
 
-INTERVAL = 0.2
-"""Seconds between looks for a signal: one that comes just before a thread waits for a lock does not end its wait."""
+from jaxinfer.calls import Call
 
 
 class _Calls:
@@ -27,17 +25,13 @@ class _Calls:
 _calls = _Calls()
 
 
-def start[Result](call: Callable[[], Result]) -> Future[Result]:
+def start[Result](function: Callable[[], Result]) -> Call[Result]:
     """Begin a call in a thread that holds up neither an interrupt nor the end of the process."""
-    future: Future[Result] = Future()
+    call = Call(function)
 
     def run() -> None:
         try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            call.make()
         finally:
             with _calls.lock:
                 _calls.running -= 1
@@ -46,30 +40,24 @@ def start[Result](call: Callable[[], Result]) -> Future[Result]:
     with _calls.lock:
         _calls.running += 1
     threading.Thread(target=run, name="jaxinfer-call", daemon=True).start()
-    return future
+    return call
 
 
-def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
+def results[Result](calls: Iterable[Call[Result]]) -> list[Result]:
     """Return the results of started calls. If the caller is interrupted, the calls go on by themselves."""
     try:
-        return [_result(future) for future in futures]
+        return [call.result() for call in calls]
     except BaseException as error:
         _calls.left |= not isinstance(error, Exception)
         raise
 
 
-def _result[Result](future: Future[Result]) -> Result:
-    while not future.done():
-        wait([future], INTERVAL)
-    return future.result()
-
-
-def interruptible[Result](call: Callable[[], Result]) -> Result:
+def interruptible[Result](function: Callable[[], Result]) -> Result:
     """Run a call and return its result; Ctrl-C stops the wait."""
-    return results([start(call)])[0]
+    return results([start(function)])[0]
 
 
-def run_all[Argument](call: Callable[[Argument], None], arguments: Iterable[Argument], workers: int) -> None:
+def run_all[Argument](function: Callable[[Argument], None], arguments: Iterable[Argument], workers: int) -> None:
     """Make a call for each argument, several at a time. After an error or Ctrl-C, no more of them begin."""
     remaining = list(arguments)[::-1]
 
@@ -80,7 +68,7 @@ def run_all[Argument](call: Callable[[Argument], None], arguments: Iterable[Argu
                     argument = remaining.pop()
                 except IndexError:  # another worker has taken the last one
                     return
-                call(argument)
+                function(argument)
         except BaseException:
             remaining.clear()
             raise

@@ -18,25 +18,26 @@ class Turns:
     """Turns of those who compile: who waits for a program goes first, and nobody begins one after the end."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself, not by way of `_changed`: see `calls`
+        self._changed = threading.Condition(self._lock)
         self._waiting, self._stopped = 0, False
         close_at_exit(self, Turns.stop)
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Have no program compiled in the background meanwhile, but for one that has begun."""
-        with self._changed:
+        with self._lock:
             self._waiting += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiting -= 1
                 self._changed.notify_all()
 
     def last(self) -> bool:
         """Wait until nobody waits for a program; return False after the end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._stopped or not self._waiting)
         return not self._stopped
 
@@ -47,7 +48,7 @@ class Turns:
 
     def stop(self) -> None:
         """End: programs that are being compiled are the last ones."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
 

@@ -8,13 +8,12 @@ import dataclasses
 import errno
 import logging
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from jaxinfer.calls import DaemonThreads
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
 from jaxinfer.hub.errors import HubError, UnreachableError
@@ -210,23 +209,10 @@ def _ask(name: HubName) -> Commit:
             )
 
         with long_work(f"asking the hub for {name}"):
-            info = _within(ANSWER_SECONDS, ask)
+            asking = DaemonThreads(1, "jaxinfer-hub")
+            info = asking.submit(ask).result(ANSWER_SECONDS)  # a look-up of a name has no limit of its own
     assert info.sha is not None
     return Commit(name, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or []})
-
-
-def _within[Made](seconds: float, call: Callable[[], Made]) -> Made:
-    """Return what a call returns. Raises TimeoutError after so many seconds: a look-up of a name has no limit."""
-    made: Future[Made] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(call())
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="jaxinfer-hub", daemon=True).start()
-    return made.result(seconds)
 
 
 def _download(name: HubName, file: str, revision: str, bar: type | None = None) -> None:

@@ -26,7 +26,8 @@ class EngineHolder(Closeable):
         self._held: LoadedEngine | None = loaded
         self._ending = False  # no call may begin
         self._calls: set[_RunningCall] = set()  # those that have not returned
-        self._idle = threading.Condition()
+        self._lock = threading.RLock()  # entered itself, not by way of `_idle`: see `calls`
+        self._idle = threading.Condition(self._lock)
         # A thread that still ran a step could crash the interpreter.
         close_at_exit(loaded.engine, lambda engine: engine.close())
 
@@ -97,7 +98,7 @@ class EngineHolder(Closeable):
         if self._held is None or self._held.engine.forked:
             return
         engine = self._held.engine
-        with self._idle:
+        with self._lock:
             self._ending = True
             if drain:
                 self._idle.wait_for(lambda: all(call.is_mine for call in self._calls), timeout)
@@ -128,12 +129,12 @@ class _RunningCall:
         return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
-        with self._holder._idle:
+        with self._holder._lock:
             if self._holder._ending:
                 raise self._holder._end_error()
             self._holder._calls.add(self)
 
     def __exit__(self, *_: object) -> None:
-        with self._holder._idle:
+        with self._holder._lock:
             self._holder._calls.discard(self)
             self._holder._idle.notify_all()

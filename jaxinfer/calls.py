@@ -1,0 +1,144 @@
+"""Calls that other threads make; whoever waits for one may be interrupted anywhere.
+
+A handler of a signal that raises, as that of Ctrl-C does, can end any Python code between two of its instructions, also
+`Condition.__enter__`, which then leaves its lock taken for ever: whoever is to end a `Future` waits for it in vain.
+What is used here, lists and `SimpleQueue`, is written in C and is always whole.
+"""
+
+import contextlib
+import functools
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+INTERVAL = 0.2
+"""Seconds between looks for a signal: one that comes just before a thread waits for a lock does not end its wait."""
+
+
+class Call[Result]:
+    """A call that is made once, or cancelled before.
+
+    Args:
+      function: what is called.
+
+    Attributes:
+      begun: when it began, by `time.monotonic`; None before.
+      done: whether it has ended, or was cancelled.
+      error: what it raised; `CancelledError` if it was cancelled.
+    """
+
+    def __init__(self, function: Callable[[], Result]):
+        self.begun: float | None = None
+        self.done = False
+        self.error: BaseException | None = None
+        self._not_begun = [function]  # who takes it out makes the call, or cancels it
+        self._result: Result | None = None
+        self._waiting: list[queue.SimpleQueue[None]] = []  # one of each who waits
+
+    def make(self) -> None:
+        """Make the call, unless it was cancelled; what it raises is for those who want its result."""
+        if (function := self._begin()) is not None:
+            self.begun = time.monotonic()
+            try:
+                self._result = function()
+            except BaseException as error:
+                self.error = error
+            del function  # what it reads to may be freed before this returns
+            self._end()
+        del self  # its error refers to this frame, and would keep it
+
+    def cancel(self) -> None:
+        """Have it never be made; does nothing if it has begun."""
+        if self._begin() is not None:
+            self.error = CancelledError()
+            self._end()
+
+    def _begin(self) -> Callable[[], Result] | None:
+        try:
+            return self._not_begun.pop()
+        except IndexError:
+            return None
+
+    def _end(self) -> None:
+        self.done = True
+        for woken in list(self._waiting):
+            woken.put(None)
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait for its end, at most so long; return whether it has ended."""
+        woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting.append(woken)
+        until = time.monotonic() + seconds
+        while not self.done and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                woken.get(timeout=min(left, INTERVAL))
+        self._waiting.remove(woken)
+        return self.done
+
+    def result(self, seconds: float = math.inf) -> Result:
+        """Return what it returned, or raise its error. Raises TimeoutError if it has not ended so soon."""
+        if not self.wait(seconds):
+            raise TimeoutError(f"not ended within {seconds:g} s")
+        try:
+            if self.error is not None:
+                raise self.error
+            return self._result  # type: ignore[return-value]
+        finally:
+            del self  # as above
+
+
+class DaemonThreads:
+    """Threads that make calls, in the order in which they are submitted, until the end of this object.
+
+    The process ends without them, whereas it would wait for those of `ThreadPoolExecutor`.
+
+    Args:
+      count: the number of threads.
+      name: the beginning of their names.
+
+    Attributes:
+      making: the calls that run.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self.making: set[Call[Any]] = set()
+        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        for number in range(count):
+            serving = self._calls, self.making
+            threading.Thread(target=_serve, args=serving, name=f"{name}-{number}", daemon=True).start()
+        self._end = weakref.finalize(self, _end, self._calls, count)
+        self._end.atexit = False
+
+    def submit[**Given, Result](
+        self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Call[Result]:
+        """Have a thread call the function."""
+        call = Call(functools.partial(function, *args, **kwargs))
+        self._calls.put(call)
+        return call
+
+    def close(self) -> None:
+        """Cancel all calls that have not begun, and end the threads once the others have. May be called again."""
+        self._end()
+
+
+def _end(calls: queue.SimpleQueue[Call[Any] | None], count: int) -> None:
+    with contextlib.suppress(queue.Empty):
+        while (call := calls.get_nowait()) is not None:
+            call.cancel()
+    for _ in range(count):
+        calls.put(None)
+
+
+def _serve(calls: queue.SimpleQueue[Call[Any] | None], making: set[Call[Any]]) -> None:
+    """Make calls until the end; has no reference to their owner, whose end it is to see."""
+    while (call := calls.get()) is not None:
+        making.add(call)
+        call.make()
+        making.discard(call)
+        del call  # what it refers to is freed while this waits for the next
