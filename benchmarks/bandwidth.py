@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,13 @@ class ReadBandwidth:
         array = np.ones((ROWS, WIDTH), np.float32)
         seconds = {"xla": _by_xla(array)} | ({"loop": _by_loop(loop, array)} if (loop := read_loop()) else {})
         rates = {way: array.nbytes / least / 1e9 for way, least in seconds.items()}
-        for way, rate in rates.items():
-            self.ways[way] = max(self.ways.get(way, 0.0), rate)
+        self.include(rates)
         return max(rates.values())
+
+    def include(self, ways: Mapping[str, float]) -> None:
+        """Take in the best by each way of other measurements, such as those of another process."""
+        for way, rate in ways.items():
+            self.ways[way] = max(self.ways.get(way, 0.0), rate)
 
     def row(self) -> dict[str, Any]:
         """Return the figures as a row of a report."""

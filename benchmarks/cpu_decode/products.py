@@ -32,6 +32,8 @@ from jaxinfer.pallas_kernels import Weights, linear_residual, norm_linear, small
 from jaxinfer.pallas_kernels.weights import quantize
 
 DTYPES = ("float32", "int8", "int4")
+CALLS = 5
+"""Calls of a round."""
 
 
 class Chain(Sizes):
@@ -72,7 +74,10 @@ def chain(x: jax.Array, scale: jax.Array, weights: list[tuple[Weights, ...]], *,
 
 
 def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the median milliseconds of a call, and the bytes that it reads."""
+    """Return the median milliseconds of a call, the bytes that it reads, and what of the bandwidth just before.
+
+    Both in one process, in turn, as the memory's rate may change within seconds.
+    """
     config = preset(model)
     weights = matrices(config, dtype)
     x = jnp.ones((rows, config.embed), dtype if dtype == "bfloat16" else "float32")
@@ -86,26 +91,39 @@ def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
         reachable=lambda buckets: (Chain(),),
         compiler_options=lambda sizes: compiler_options("cpu", rows=rows, dtype=stored, weight_bytes=LARGE_WEIGHTS),
     )
-    program, times = spec.compile(Chain()), []
-    for _ in range(3 + rounds):
+    program, size = spec.compile(Chain()), sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+    def seconds() -> float:
         start = time.perf_counter()
         jax.block_until_ready(program(x, scale, weights))
-        times.append(1e3 * (time.perf_counter() - start))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-    return {"step_ms": round(statistics.median(times[3:]), 2), "bytes": size}
+        return time.perf_counter() - start
+
+    bandwidth, taken, shares = ReadBandwidth(), list[float](), list[float]()
+    for _ in range(rounds):
+        given = bandwidth.measure()
+        seconds()  # the first call after another program is not counted
+        times = [seconds() for _ in range(CALLS)]
+        taken += times
+        shares.append(size / statistics.median(times) / 1e9 / given)
+    return {
+        "step_ms": round(1e3 * statistics.median(taken), 2),
+        "bytes": size,
+        "in_turn": round(statistics.median(shares), 3),
+        "bandwidth": bandwidth.ways,
+    }
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     """Measure every format at batch 1, which is checked, and 8."""
-    bandwidth, rounds = ReadBandwidth(), 5 * args.rounds
+    bandwidth = ReadBandwidth()
     for dtype in DTYPES:
         for rows in BATCHES:
-            given = bandwidth.measure()
-            result = run_module("benchmarks.cpu_decode.products", MODEL, dtype, str(rows), str(rounds))
+            result = run_module("benchmarks.cpu_decode.products", MODEL, dtype, str(rows), str(args.rounds))
+            bandwidth.include(result.pop("bandwidth"))
             rate = result.pop("bytes") / result["step_ms"] / 1e6
             check = {"check": f"products_{SHORT.get(dtype, dtype)}_of_bandwidth"} if rows == 1 else {}
             row = {"model": MODEL, "dtype": dtype, "rows": rows, **result, "gb_per_s": round(rate, 2)}
-            report.row(figure="products", **row, in_turn=round(rate / given, 3), **check)
+            report.row(figure="products", **row, **check)
             print(f"products of {rows} rows, {dtype}: {result['step_ms']} ms, {rate:.1f} GB/s", flush=True)
             report.save(args.json)
     report.row(**bandwidth.row())
