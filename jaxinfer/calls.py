@@ -2,7 +2,7 @@
 
 A handler of a signal that raises, as that of Ctrl-C does, can end any Python code between two of its instructions, also
 `Condition.__enter__`, which then leaves its lock taken for ever: whoever is to end a `Future` waits for it in vain.
-What is used here, lists and `SimpleQueue`, is written in C and is always whole.
+Lists and `SimpleQueue`, which are used here, are written in C and always whole.
 """
 
 import contextlib
