@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -181,8 +181,8 @@ def describe_function(function: Callable[..., Any]) -> str:
 def check_not_replaced() -> None:
     """Raise NoKeyError if a function of our package was replaced by another, as tests and debuggers do.
 
-    This takes milliseconds, so it is checked before a program is kept, not before one is read: a patched process may
-    run what was kept without the patch, but never hands its own programs on to others.
+    This takes some ten milliseconds, so it is checked before a program is kept, not before one is read: a patched
+    process may run what was kept without the patch, but never hands its own programs on to others.
     """
     for name, function in _functions():
         package = function.__globals__.get("__name__", "").partition(".")[0]
@@ -196,13 +196,16 @@ def _functions() -> Iterator[tuple[str, FunctionType]]:
     modules = list(sys.modules.items())  # other threads may import
     for module in [module for name, module in modules if name.partition(".")[0] == PACKAGE]:
         for name, value in list(vars(module).items()):
+            if isinstance(value, ModuleType):  # one that stands for another would import it if it was asked
+                continue
             candidates = [(name, value)]
             if isinstance(value, type) and value.__module__ == module.__name__:
                 candidates = [(f"{name}.{attribute}", method) for attribute, method in list(vars(value).items())]
             for where, function in candidates:
-                if not callable(function := getattr(function, "__func__", function)):
-                    continue
-                if isinstance(function := inspect.unwrap(function), FunctionType):
+                function = getattr(function, "__func__", function)
+                if hasattr(function, "__wrapped__"):  # of few, and `unwrap` takes as long as all else here
+                    function = inspect.unwrap(function)
+                if isinstance(function, FunctionType):
                     yield f"{module.__name__}.{where}", function
 
 

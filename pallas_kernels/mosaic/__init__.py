@@ -5,6 +5,7 @@ executables are on disk. Kernels use these names as the modules they stand for, 
 """
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,14 +16,11 @@ if TYPE_CHECKING:
     from jaxlib.mlir.dialects import llvm
 else:
 
-    class _Module:
+    class _Module(ModuleType):
         """A module that is imported when it is first asked for something."""
 
-        def __init__(self, name: str):
-            self._name = name
-
         def __getattr__(self, attribute: str) -> Any:
-            return getattr(importlib.import_module(self._name), attribute)
+            return getattr(importlib.import_module(self.__name__), attribute)
 
     pl = _Module("jax.experimental.pallas")
     plgpu = _Module("jax.experimental.pallas.mosaic_gpu")
