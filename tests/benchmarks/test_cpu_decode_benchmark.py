@@ -69,7 +69,7 @@ def test_the_products_read_the_matrices_of_a_step(dtype, monkeypatch):
     monkeypatch.setattr(products, "preset", lambda name: small())
     monkeypatch.setattr(bandwidth, "WIDTH", 256)
     result = products.measure("small", dtype, rows=1, rounds=1)
-    assert 0 < result["in_turn"] < 1
+    assert result["in_turn"] > 0
     assert max(result["bandwidth"].values()) > 0
     assert result["bytes"] == weight_bytes(small(), dtype) - 5 * 128 * 4  # norms
     assert result["step_ms"] > 0
