@@ -154,7 +154,7 @@ def test_no_result_depends_on_padding(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("protected", [0, 1, 2, 6, 7])
+@pytest.mark.parametrize("protected", [0, 1, 7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 6))])
 @pytest.mark.parametrize(("count", "padding"), [(8, "none"), (9, "end"), (8, "all"), (9, "none")])
 def test_protected_tokens_stay_whatever_r(count, protected, padding, method):
     """Even where similarities are as low as can be: all tokens but the protected ones are opposite to each other."""
@@ -306,7 +306,7 @@ def shapes(batch, count, features, metric):
 MODELS = [(64, 197, 768, 64), (1, 577, 1024, 64), (3, 677, 1280, 80), (2, 11, 192, 32)]  # ViT-B, L@384, H@364, tiny
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS[1:])])
 def test_lowers_for_cuda(model):
     with targeting(Target.load("h200").gpu):
         traced = jax.jit(lambda *args: merge_tokens(*args, 4)).trace(*shapes(*model))

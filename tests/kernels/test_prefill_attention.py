@@ -266,7 +266,9 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", ["Llama 3 8B", "Gemma 2 9B, int8", "BLOOM 7B"])  # all: with the marker `aot`
+@pytest.mark.parametrize(
+    "name", ["Gemma 2 9B, int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 3 8B", "BLOOM 7B"))]
+)  # all: with the marker `aot`
 def test_lowers_for_cuda(name):
     case = REAL[name]
     with targeting(H200):
