@@ -81,9 +81,9 @@ def chain(x: jax.Array, scale: jax.Array, weights: list[tuple[Weights, ...]], *,
 
 
 def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the median milliseconds of a pass, the bytes that it reads, and what of the bandwidth just before.
+    """Return the median milliseconds of a pass, the bytes that it reads, and its share of the bandwidth.
 
-    Both in one process, in turn, as the memory's rate may change within seconds.
+    Both in one process, in turn, as the memory's rate may change within seconds: of the mean before and after a round.
     """
     config = preset(model)
     weights = matrices(config, dtype)
@@ -106,12 +106,14 @@ def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
         return (time.perf_counter() - start) / PASSES
 
     bandwidth, taken, shares = ReadBandwidth(), list[float](), list[float]()
+    before = bandwidth.measure()
     for _ in range(rounds):
-        given = bandwidth.measure()
         seconds()  # the first call after another program is not counted
         times = [seconds() for _ in range(CALLS)]
+        after = bandwidth.measure()
         taken += times
-        shares.append(size / statistics.median(times) / 1e9 / given)
+        shares.append(size / statistics.median(times) / 1e9 / statistics.mean((before, after)))
+        before = after
     return {
         "step_ms": round(1e3 * statistics.median(taken), 2),
         "bytes": size,

@@ -4,6 +4,7 @@ Ours alone: float32 models of several engines do not fit into memory together.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -35,18 +36,18 @@ def make_model(folder: Path) -> None:
 def timed_steps(
     worker: Worker, context: int, steps: int, rounds: int, bandwidth: ReadBandwidth
 ) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of a step in each round, and the GB/s that the memory gave just before.
+    """Return the milliseconds of a step in each round, and the GB/s that the memory gave just before and after it.
 
     The engine takes the prompt for computed: its keys and values are 0, which are read like any others.
     """
     worker.ask(do="remember", tokens=context)
     request = {"do": "decode", "batch": 1, "context": context, "steps": steps}
     worker.ask(**request)  # the first round is not counted
-    ms, given = [], []
+    ms, given = [], [bandwidth.measure()]
     for _ in range(rounds):
-        given.append(bandwidth.measure())
         ms.append(1e3 * worker.ask(**request)["seconds"])
-    return ms, given
+        given.append(bandwidth.measure())
+    return ms, [statistics.mean(pair) for pair in itertools.pairwise(given)]
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
