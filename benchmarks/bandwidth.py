@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -30,12 +31,11 @@ class ReadBandwidth:
         return max(self.ways.values())
 
     def measure(self) -> float:
-        """Measure again, and return the best of this time."""
+        """Measure again, and return the median of this time, by the way whose median is the best."""
         array = np.ones((ROWS, WIDTH), np.float32)
         seconds = {"xla": _by_xla(array)} | ({"loop": _by_loop(loop, array)} if (loop := read_loop()) else {})
-        rates = {way: array.nbytes / least / 1e9 for way, least in seconds.items()}
-        self.include(rates)
-        return max(rates.values())
+        self.include({way: array.nbytes / min(taken) / 1e9 for way, taken in seconds.items()})
+        return array.nbytes / min(map(statistics.median, seconds.values())) / 1e9
 
     def include(self, ways: Mapping[str, float]) -> None:
         """Take in the best by each way of other measurements, such as those of another process."""
@@ -67,24 +67,25 @@ def read_loop() -> Callable[..., float] | None:
     return function
 
 
-def _by_loop(loop: Callable[..., float], array: np.ndarray) -> float:
-    """Return the least seconds of the loop."""
+def _by_loop(loop: Callable[..., float], array: np.ndarray) -> list[float]:
+    """Return the seconds that the loop takes."""
     total = ctypes.c_uint64()
-    return loop(array.ctypes.data, array.nbytes // 8, os.cpu_count(), ROUNDS, ctypes.byref(total))
+    words = array.ctypes.data, array.nbytes // 8
+    return [loop(*words, os.cpu_count(), 1, ctypes.byref(total)) for _ in range(ROUNDS)]
 
 
-def _by_xla(array: np.ndarray) -> float:
-    """Return the least seconds of the reductions."""
+def _by_xla(array: np.ndarray) -> list[float]:
+    """Return the seconds that the reductions take."""
     import jax
 
     x, vector = jax.device_put(array), jax.device_put(np.ones(ROWS, np.float32))
-    best = float("inf")
+    taken = []
     for reduction in _reductions():
         for _ in range(ROUNDS):
             start = time.perf_counter()
             reduction(x, vector).block_until_ready()
-            best = min(best, time.perf_counter() - start)
-    return best
+            taken.append(time.perf_counter() - start)
+    return taken
 
 
 @functools.cache

@@ -197,7 +197,8 @@ def _reading_of(rows: list[dict[str, Any]]) -> list[str]:
         return []
     return [
         f"Reading at batch 1: weights with their scales, and the KV cache of all layers; of {bandwidth:g} GB/s, the "
-        "best that a loop in C++ or XLA read in the run, and, in turn, of what it read before and after each round.",
+        "best that a loop in C++ or XLA read in the run, and, in turn, of the median of what it read before and after "
+        "each round.",
         table(["model", "dtype", "", "context", "ms", "GB/s", "of the best", "in turn"], lines),
     ]
 

@@ -1,8 +1,8 @@
 """Checks of what was read a second, as shares of the best read bandwidth of the whole run; made after all parts.
 
 A shared memory may be twice as fast for a short spell, and then no share is met by what was measured in other hours.
-Rows say besides, as `in_turn`, what share of the bandwidth measured in turn with the rounds was reached: the mean
-of just before and just after each.
+Rows say besides, as `in_turn`, what share was reached of what memory gave in turn with the rounds: the mean of the
+medians just before and just after each.
 """
 
 import argparse
