@@ -127,7 +127,10 @@ def run_parts(
     """Measure parts of a benchmark, each by the `run` of its module, and save the result after each of them.
 
     args: the options, of which `json` names the file. about: a row that says what is measured.
+    Exits if the file has other parts, which would be lost.
     """
+    parts = list(parts)
+    _check_that_no_part_is_lost(args.json, parts)
     report = Report()
     report.print_header()
     if about:
@@ -138,6 +141,17 @@ def run_parts(
         report.row(figure="part", part=part, commit=report.commit)
         report.save(args.json)
     report.finish(args.json)
+
+
+def _check_that_no_part_is_lost(json_file: Path | None, parts: Iterable[str]) -> None:
+    """Exit before anything is measured if a result has parts besides these."""
+    if json_file is None or not json_file.exists():
+        return
+    rows = json.loads(json_file.read_text())["rows"]
+    if lost := {row["part"] for row in rows if row["figure"] == "part"} - set(parts):
+        raise SystemExit(
+            f"--json {json_file}: it has {', '.join(sorted(lost))} as well, not measured now: name a new file."
+        )
 
 
 def machine_kind(where: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What a benchmark writes, what it says of an engine that cannot run, and the pages made of the results."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -28,6 +29,23 @@ def test_kinds_of_machines_differ_in_cpu_instructions_and_cores():
     assert machine_kind(AMD | {"cores": 8}) == "AMD EPYC 7763 with AVX2, 8 cores"
     assert machine_kind(INTEL | {"features": []}) == "Intel(R) Xeon(R) Processor, 2 cores"
     assert machine_kind(INTEL | {"platform": "gpu", "device": "NVIDIA H200"}) == "NVIDIA H200"
+
+
+def test_parts_that_a_file_has_besides_are_not_lost(tmp_path, monkeypatch):
+    (tmp_path / "measured").mkdir()
+    for part in ("one", "two", "three"):
+        (tmp_path / "measured" / f"{part}.py").write_text(
+            "def run(report, args):\n    report.row(figure='a', ms=1.5)\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    args = argparse.Namespace(json=tmp_path / "result.json")
+    report.run_parts("measured", ["one", "two"], args)
+    before = args.json.read_text()
+    with pytest.raises(SystemExit, match=r"result.json: it has two as well, not measured now: name a new file\."):
+        report.run_parts("measured", ["one"], args)
+    assert args.json.read_text() == before
+    report.run_parts("measured", ["one", "two", "three"], args)
+    assert [row["part"] for row in json.loads(args.json.read_text())["rows"][1::2]] == ["one", "two", "three"]
 
 
 def test_results_are_saved_as_they_come(tmp_path):
