@@ -18,7 +18,6 @@ import pathlib
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import msgspec
 import numpy as np
 
+from jaxinfer.calls import Event
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer, slice_start
 from jaxinfer.checkpoints.paths import inside
@@ -153,15 +153,13 @@ class LayerFiles:
         end = min(offset + self._block_bytes, stored.bytes)
         return f"{stored.title}: {self.folder / stored.file}, bytes {offset} to {end}"
 
-    def read_block(
-        self, layer: int, offset: int, buffer: memoryview, *, given_up: threading.Event | None = None
-    ) -> None:
+    def read_block(self, layer: int, offset: int, buffer: memoryview, *, given_up: Event | None = None) -> None:
         """Read one block of a layer into its place in a buffer for the whole layer, and verify it.
 
         given_up: set when nobody waits for it any more: there is no further attempt.
         Raises CheckpointError, naming layer and file, if that fails `ATTEMPTS` times.
         """
-        stored, given_up = self.layers[layer], given_up or threading.Event()
+        stored, given_up = self.layers[layer], given_up or Event()
         part = buffer[offset : min(offset + self._block_bytes, stored.bytes)]
         checksum, problem = stored.crc32c[offset // self._block_bytes], ""
         for attempt in range(ATTEMPTS):

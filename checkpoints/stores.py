@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxinfer.calls import INTERVAL, Call, DaemonThreads
+from jaxinfer.calls import INTERVAL, Call, DaemonThreads, Event
 from jaxinfer.checkpoints.host_memory import aligned_buffer, array_of_parts
 from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.readers import Readers
@@ -201,7 +201,7 @@ class _FromDisk:
         self.cpu_seconds = 0.0
         self._arrays: list[jax.Array] | None = None
         self._begun = time.perf_counter()
-        self._given_up = threading.Event()
+        self._given_up = Event()
         view = buffer.data
         self._blocks: list[Call[tuple[float, float]]] = [
             store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)

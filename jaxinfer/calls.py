@@ -20,6 +20,35 @@ INTERVAL = 0.2
 """Seconds between looks for a signal: one that comes just before a thread waits for a lock does not end its wait."""
 
 
+class Event:
+    """As `threading.Event`, but once set it stays so; a signal's handler may set it, wherever it has come."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: list[queue.SimpleQueue[None]] = []  # one of each who waits
+
+    def is_set(self) -> bool:
+        """Return whether it has been set."""
+        return self._set
+
+    def set(self) -> None:
+        """Wake all who wait."""
+        self._set = True
+        for woken in list(self._waiting):
+            woken.put(None)
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait until it is set, at most so long; return whether it is."""
+        woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting.append(woken)
+        until = time.monotonic() + seconds
+        while not self._set and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                woken.get(timeout=min(left, INTERVAL))
+        self._waiting.remove(woken)
+        return self._set
+
+
 class Call[Result]:
     """A call that is made once, or cancelled before.
 
@@ -28,17 +57,20 @@ class Call[Result]:
 
     Attributes:
       begun: when it began, by `time.monotonic`; None before.
-      done: whether it has ended, or was cancelled.
       error: what it raised; `CancelledError` if it was cancelled.
     """
 
     def __init__(self, function: Callable[[], Result]):
         self.begun: float | None = None
-        self.done = False
         self.error: BaseException | None = None
         self._not_begun = [function]  # who takes it out makes the call, or cancels it
         self._result: Result | None = None
-        self._waiting: list[queue.SimpleQueue[None]] = []  # one of each who waits
+        self._ended = Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, or was cancelled."""
+        return self._ended.is_set()
 
     def make(self) -> None:
         """Make the call, unless it was cancelled; what it raises is for those who want its result."""
@@ -49,14 +81,14 @@ class Call[Result]:
             except BaseException as error:
                 self.error = error
             del function  # what it reads to may be freed before this returns
-            self._end()
+            self._ended.set()
         del self  # its error refers to this frame, and would keep it
 
     def cancel(self) -> None:
         """Have it never be made; does nothing if it has begun."""
         if self._begin() is not None:
             self.error = CancelledError()
-            self._end()
+            self._ended.set()
 
     def _begin(self) -> Callable[[], Result] | None:
         try:
@@ -64,21 +96,9 @@ class Call[Result]:
         except IndexError:
             return None
 
-    def _end(self) -> None:
-        self.done = True
-        for woken in list(self._waiting):
-            woken.put(None)
-
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait for its end, at most so long; return whether it has ended."""
-        woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._waiting.append(woken)
-        until = time.monotonic() + seconds
-        while not self.done and (left := until - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                woken.get(timeout=min(left, INTERVAL))
-        self._waiting.remove(woken)
-        return self.done
+        return self._ended.wait(seconds)
 
     def result(self, seconds: float = math.inf) -> Result:
         """Return what it returned, or raise its error. Raises TimeoutError if it has not ended so soon."""

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from jaxinfer.calls import Call, DaemonThreads
+from jaxinfer.calls import Call, DaemonThreads, Event
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import Staging
 
@@ -93,6 +93,26 @@ def test_a_buffer_taken_or_given_back_under_an_interrupt_leaves_no_lock_taken():
 
     assert interrupted_everywhere(use, check) > 10
     staging.readers.close()
+
+
+def test_an_event_set_under_an_interrupt_or_by_one_leaves_no_lock_taken():
+    reached = []
+
+    def use():
+        event = Event()
+        reached.append(event)
+        event.wait(0.001)
+        event.set()
+        event.wait()
+
+    def check():
+        if reached:
+            event = reached.pop()
+            event.set()  # as a signal's handler may
+            assert event.wait(PATIENCE)
+
+    assert interrupted_everywhere(use, check) > 10
+    assert not Event().wait(0.001)
 
 
 def test_results_and_errors(threads):

@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from jaxinfer.calls import Event
 from jaxinfer.compiled import Clock, Origin, close_at_exit
 from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, caused, closed_error
 from jaxinfer.serving.statistics import Statistics
@@ -152,7 +153,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._line: OrderedDict[Hashable, AnyTicket] = (
             OrderedDict()
         )  # a plain dict is slow to find its first key after many deletions
-        self._turns: dict[Hashable, threading.Event] = {}  # by key, of threads that stand in line
+        self._turns: dict[Hashable, Event] = {}  # by key, of threads that stand in line
         self._closed = self._drain = False
         self._cause: BaseException | None = None  # the cause of its death, or of giving up
         self._num_running = self._num_done = 0
@@ -316,7 +317,7 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     # Under the lock
 
-    def _take(self, ticket: AnyTicket, *, block: bool) -> threading.Event | None:
+    def _take(self, ticket: AnyTicket, *, block: bool) -> Event | None:
         """Accept a request or let it stand in line; return the event of its turn if it waits without a reader."""
         if self._closed:
             raise self.end_error()
@@ -337,7 +338,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._line[ticket.key] = ticket
         if ticket.reader is not None:
             return None
-        turn = self._turns[ticket.key] = threading.Event()
+        turn = self._turns[ticket.key] = Event()
         return turn
 
     def _accept(self, ticket: AnyTicket) -> None:
@@ -377,7 +378,7 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     # In the caller's thread
 
-    def _wait_in_line(self, ticket: AnyTicket, turn: threading.Event) -> None:
+    def _wait_in_line(self, ticket: AnyTicket, turn: Event) -> None:
         try:
             turn.wait()
         except BaseException:  # Ctrl-C
