@@ -196,7 +196,8 @@ def test_operations_on_any_platform(data):
     norm = data.draw(st.sampled_from([None, "layer", "rms"]))
     problem = P(
         rows=data.draw(st.integers(1, 20)),
-        inputs=data.draw(st.integers(2, 70)),
+        # Of two numbers that are nearly equal, rounding their mean decides what a norm makes of them.
+        inputs=data.draw(st.integers(8 if norm == "layer" else 2, 70)),
         outputs=data.draw(st.integers(1, 20)),
         dtype=data.draw(st.sampled_from([jnp.float32, jnp.bfloat16])),
         norm=norm,
