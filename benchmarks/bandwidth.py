@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import os
 import shutil
 import statistics
@@ -31,11 +32,19 @@ class ReadBandwidth:
         return max(self.ways.values())
 
     def measure(self) -> float:
-        """Measure again, and return the median of this time, by the way whose median is the best."""
+        """Measure again, and return the best median of this time: of the loop, or of one of the reductions."""
         array = np.ones((ROWS, WIDTH), np.float32)
-        seconds = {"xla": _by_xla(array)} | ({"loop": _by_loop(loop, array)} if (loop := read_loop()) else {})
-        self.include({way: array.nbytes / min(taken) / 1e9 for way, taken in seconds.items()})
-        return array.nbytes / min(map(statistics.median, seconds.values())) / 1e9
+        seconds = {"xla": _by_xla(array)} | ({"loop": [_by_loop(loop, array)]} if (loop := read_loop()) else {})
+        self.include({way: array.nbytes / min(map(min, reads)) / 1e9 for way, reads in seconds.items()})
+        return array.nbytes / min(statistics.median(taken) for reads in seconds.values() for taken in reads) / 1e9
+
+    def in_turn[Measured](self, measure: Callable[[], Measured], rounds: int) -> tuple[list[Measured], list[float]]:
+        """Return what `measure` returned in each round, and the GB/s that the memory gave just before and after it."""
+        measured, given = [], [self.measure()]
+        for _ in range(rounds):
+            measured.append(measure())
+            given.append(self.measure())
+        return measured, [statistics.mean(pair) for pair in itertools.pairwise(given)]
 
     def include(self, ways: Mapping[str, float]) -> None:
         """Take in the best by each way of other measurements, such as those of another process."""
@@ -63,7 +72,7 @@ def read_loop() -> Callable[..., float] | None:
             return None
         function = ctypes.CDLL(str(library)).read_array
     function.restype = ctypes.c_double
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return function
 
 
@@ -71,21 +80,21 @@ def _by_loop(loop: Callable[..., float], array: np.ndarray) -> list[float]:
     """Return the seconds that the loop takes."""
     total = ctypes.c_uint64()
     words = array.ctypes.data, array.nbytes // 8
-    return [loop(*words, os.cpu_count(), 1, ctypes.byref(total)) for _ in range(ROUNDS)]
+    return [loop(*words, os.cpu_count(), ctypes.byref(total)) for _ in range(ROUNDS)]
 
 
-def _by_xla(array: np.ndarray) -> list[float]:
-    """Return the seconds that the reductions take."""
+def _by_xla(array: np.ndarray) -> list[list[float]]:
+    """Return the seconds that each of the reductions takes."""
     import jax
 
     x, vector = jax.device_put(array), jax.device_put(np.ones(ROWS, np.float32))
-    taken = []
-    for reduction in _reductions():
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            reduction(x, vector).block_until_ready()
-            taken.append(time.perf_counter() - start)
-    return taken
+
+    def seconds(reduction: Callable[..., Any]) -> float:
+        start = time.perf_counter()
+        reduction(x, vector).block_until_ready()
+        return time.perf_counter() - start
+
+    return [[seconds(reduction) for _ in range(ROUNDS)] for reduction in _reductions()]
 
 
 @functools.cache

@@ -27,11 +27,11 @@ import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import msgspec
 import numpy as np
 
-from jaxinfer.calls import Event
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer, slice_start
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.writing import sole_owner
+from jaxinfer.futures import Event
 from jaxinfer.progress import long_work
 
 FORMAT = 2

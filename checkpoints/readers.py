@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.calls import INTERVAL, Call, DaemonThreads
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.futures import INTERVAL, DaemonThreads, InterruptibleFuture
 
 READERS = 4
 """Threads that read blocks: enough to keep an NVMe disk busy, and together a tenth of a core at 1 GB/s."""
@@ -26,11 +26,11 @@ class Readers:
 
     def submit[**Given, Made](
         self, function: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
-    ) -> Call[Made]:
+    ) -> InterruptibleFuture[Made]:
         """Have a thread call the function."""
         return self._threads.submit(function, *args, **kwargs)
 
-    def result[Made](self, read: Call[Made], what: str) -> Made:
+    def result[Made](self, read: InterruptibleFuture[Made], what: str) -> Made:
         """Return the result of a read, or raise its error.
 
         Raises CheckpointError, which names `what` it reads, if that takes more than `READ_SECONDS`, or after `close`.
@@ -44,11 +44,11 @@ class Readers:
             raise CheckpointError(f"{what}: no longer read, since its reader was closed.")
         return read.result()
 
-    def _since(self, read: Call[Any]) -> float:
+    def _since(self, read: InterruptibleFuture[Any]) -> float:
         """Return when a read began; for one that waits for a thread, when the newest began that it waits for."""
         if read.begun is not None:
             return read.begun
-        others = [other.begun for other in list(self._threads.making) if other.begun is not None]
+        others = [other.begun for other in list(self._threads.running) if other.begun is not None]
         return max(others) if len(others) == READERS else time.monotonic()
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxinfer.calls import INTERVAL, Call, DaemonThreads, Event
 from jaxinfer.checkpoints.host_memory import aligned_buffer, array_of_parts
 from jaxinfer.checkpoints.layer_files import LayerFiles
 from jaxinfer.checkpoints.readers import Readers
+from jaxinfer.futures import INTERVAL, DaemonThreads, Event, InterruptibleFuture
 
 TAKE_SECONDS = 1.0
 """How long to wait for a buffer that reads which were given up still write to, before there is another one."""
@@ -117,11 +117,11 @@ class _FromHost:
         self.interval: tuple[float, float] | None = None
         self._arrays: list[jax.Array] = []
         self._begun = 0.0
-        self._ended: Call[float] | None = None
+        self._ended: InterruptibleFuture[float] | None = None
 
     @property
     def ready(self) -> bool:
-        return self._ended is not None and self._ended.done
+        return self._ended is not None and self._ended.done()
 
     def place(self) -> None:
         if self._ended is not None:
@@ -203,7 +203,7 @@ class _FromDisk:
         self._begun = time.perf_counter()
         self._given_up = Event()
         view = buffer.data
-        self._blocks: list[Call[tuple[float, float]]] = [
+        self._blocks: list[InterruptibleFuture[tuple[float, float]]] = [
             store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
         ]
 
@@ -215,7 +215,7 @@ class _FromDisk:
 
     @property
     def ready(self) -> bool:
-        return all(block.done for block in self._blocks)
+        return all(block.done() for block in self._blocks)
 
     def place(self) -> None:
         if not self._store.aliases:
@@ -283,7 +283,9 @@ class Staging:
         self._keep, self._on_release = keep, on_release
         self._lock = threading.RLock()  # not a condition, whose lock an interrupt can leave taken
         self._free: list[np.ndarray] = []
-        self._late: list[tuple[np.ndarray, list[Call[Any]]]] = []  # buffers that are free once these reads have ended
+        self._late: list[
+            tuple[np.ndarray, list[InterruptibleFuture[Any]]]
+        ] = []  # buffers that are free once these reads have ended
 
     def take(self, size: int) -> np.ndarray:
         """Return a buffer of exactly this size; what was in it is undefined.
@@ -308,7 +310,7 @@ class Staging:
         with self._lock:
             self._free += [memory[start : start + size] for start in range(0, size * count, size)]
 
-    def give_back(self, buffer: np.ndarray, reading: Sequence[Call[Any]] = ()) -> None:
+    def give_back(self, buffer: np.ndarray, reading: Sequence[InterruptibleFuture[Any]] = ()) -> None:
         """Take a buffer that nothing uses any more once these reads have ended: where one hangs, it never comes back.
 
         Does not wait for them.
@@ -319,7 +321,7 @@ class Staging:
 
     def _collect(self) -> None:
         """Free the buffers that nothing is read to any more; under the lock."""
-        late = [(buffer, [read for read in reading if not read.done]) for buffer, reading in self._late]
+        late = [(buffer, [read for read in reading if not read.done()]) for buffer, reading in self._late]
         self._late = [(buffer, reading) for buffer, reading in late if reading]
         for buffer in [buffer for buffer, reading in late if not reading]:
             if self._on_release is not None:

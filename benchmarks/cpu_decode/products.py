@@ -7,6 +7,7 @@ measures one of them and prints JSON; as a part, it measures all in processes of
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -105,17 +106,12 @@ def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
         jax.block_until_ready(program(x, scale, weights))
         return (time.perf_counter() - start) / PASSES
 
-    bandwidth, taken, shares = ReadBandwidth(), list[float](), list[float]()
-    before = bandwidth.measure()
-    for _ in range(rounds):
-        seconds()  # the first call after another program is not counted
-        times = [seconds() for _ in range(CALLS)]
-        after = bandwidth.measure()
-        taken += times
-        shares.append(size / statistics.median(times) / 1e9 / statistics.mean((before, after)))
-        before = after
+    bandwidth = ReadBandwidth()
+    # The first call after another program is not counted.
+    taken, given = bandwidth.in_turn(lambda: [seconds() for _ in range(1 + CALLS)][1:], rounds)
+    shares = [size / statistics.median(times) / 1e9 / rate for times, rate in zip(taken, given, strict=True)]
     return {
-        "step_ms": round(1e3 * statistics.median(taken), 2),
+        "step_ms": round(1e3 * statistics.median(itertools.chain(*taken)), 2),
         "bytes": size,
         "in_turn": round(statistics.median(shares), 3),
         "bandwidth": bandwidth.ways,

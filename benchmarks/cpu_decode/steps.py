@@ -4,7 +4,6 @@ Ours alone: float32 models of several engines do not fit into memory together.
 """
 
 import argparse
-import itertools
 import statistics
 import sys
 import tempfile
@@ -43,11 +42,7 @@ def timed_steps(
     worker.ask(do="remember", tokens=context)
     request = {"do": "decode", "batch": 1, "context": context, "steps": steps}
     worker.ask(**request)  # the first round is not counted
-    ms, given = [], [bandwidth.measure()]
-    for _ in range(rounds):
-        ms.append(1e3 * worker.ask(**request)["seconds"])
-        given.append(bandwidth.measure())
-    return ms, [statistics.mean(pair) for pair in itertools.pairwise(given)]
+    return bandwidth.in_turn(lambda: 1e3 * worker.ask(**request)["seconds"], rounds)
 
 
 def run(report: Report, args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
-from jaxinfer.calls import Call
+from jaxinfer.futures import InterruptibleFuture
 
 
 class _Calls:
@@ -25,13 +25,13 @@ class _Calls:
 _calls = _Calls()
 
 
-def start[Result](function: Callable[[], Result]) -> Call[Result]:
+def start[Result](function: Callable[[], Result]) -> InterruptibleFuture[Result]:
     """Begin a call in a thread that holds up neither an interrupt nor the end of the process."""
-    call = Call(function)
+    future = InterruptibleFuture(function)
 
     def run() -> None:
         try:
-            call.make()
+            future.run()
         finally:
             with _calls.lock:
                 _calls.running -= 1
@@ -40,13 +40,13 @@ def start[Result](function: Callable[[], Result]) -> Call[Result]:
     with _calls.lock:
         _calls.running += 1
     threading.Thread(target=run, name="jaxinfer-call", daemon=True).start()
-    return call
+    return future
 
 
-def results[Result](calls: Iterable[Call[Result]]) -> list[Result]:
+def results[Result](futures: Iterable[InterruptibleFuture[Result]]) -> list[Result]:
     """Return the results of started calls. If the caller is interrupted, the calls go on by themselves."""
     try:
-        return [call.result() for call in calls]
+        return [future.result() for future in futures]
     except BaseException as error:
         _calls.left |= not isinstance(error, Exception)
         raise

@@ -18,7 +18,7 @@ class Turns:
     """Turns of those who compile: who waits for a program goes first, and nobody begins one after the end."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # entered itself, not by way of `_changed`: see `calls`
+        self._lock = threading.RLock()  # entered itself, not by way of `_changed`: see `futures`
         self._changed = threading.Condition(self._lock)
         self._waiting, self._stopped = 0, False
         close_at_exit(self, Turns.stop)

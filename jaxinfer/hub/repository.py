@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from jaxinfer.calls import DaemonThreads
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
+from jaxinfer.futures import DaemonThreads
 from jaxinfer.hub.errors import HubError, UnreachableError
 from jaxinfer.hub.names import HubName
 from jaxinfer.models.files.conversion import beside_weights, check_description

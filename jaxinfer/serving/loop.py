@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jaxinfer.calls import Event
 from jaxinfer.compiled import Clock, Origin, close_at_exit
+from jaxinfer.futures import Event
 from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, caused, closed_error
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket, tell_readers

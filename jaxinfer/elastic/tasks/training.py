@@ -153,42 +153,35 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: in
       seed: draws the fifth on which penalties are tried.
     """
     order = np.random.default_rng(seed).permutation(len(labels))
-    tried = order[: len(order) // 5]
-    rest = np.ones(len(labels), np.float32)
-    rest[tried] = 0
+    tried, rest = np.split(order, [len(order) // 5])
     scores = []
     for penalty in _PENALTIES:
-        head = _fit(features, labels, rest, classes, penalty)
+        head = _fit(features[rest], labels[rest], classes, penalty)
         logits = features[tried] @ head.weight.T + head.bias
         losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), jnp.asarray(labels[tried]))
         scores.append(float(jnp.sum(losses)))
-    return _fit(features, labels, np.ones_like(rest), classes, _PENALTIES[int(np.argmin(scores))])
+    return _fit(features, labels, classes, _PENALTIES[int(np.argmin(scores))])
 
 
-def _fit(features: np.ndarray, labels: np.ndarray, weights: np.ndarray, classes: int, penalty: float) -> Head:
-    given = jnp.asarray(features), jnp.asarray(labels), jnp.asarray(weights), jnp.float32(penalty)
+def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float) -> Head:
+    given = jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty)
     weight, bias = interruptible(lambda: jax.block_until_ready(_minimise(*given, classes=classes)))
     return Head(np.array(weight), np.array(bias))
 
 
 @functools.partial(jax.jit, static_argnames=("classes", "steps"))
 def _minimise(
-    features: jax.Array, labels: jax.Array, weights: jax.Array, penalty: jax.Array, *, classes: int, steps: int = 200
+    features: jax.Array, labels: jax.Array, penalty: jax.Array, *, classes: int, steps: int = 200
 ) -> tuple[jax.Array, jax.Array]:
-    """Minimise the loss by L-BFGS; return weight [classes, D] and bias [classes].
-
-    weights: [N], of the rows: what some of them are left out of is no other program, which takes a second to compile.
-    """
+    """Minimise the loss by L-BFGS; return weight [classes, D] and bias [classes]."""
     # Features of unit deviation give a penalty the same meaning for every backbone.
-    shares = weights / jnp.sum(weights)
-    mean = shares @ features
-    deviation = jnp.sqrt(shares @ (features - mean) ** 2) + 1e-6
+    mean, deviation = jnp.mean(features, axis=0), jnp.std(features, axis=0) + 1e-6
     scaled = (features - mean) / deviation
 
     def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits = scaled @ params[0].T + params[1]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return shares @ losses + penalty * jnp.mean(jnp.sum(params[0] ** 2, axis=0))
+        return jnp.mean(losses) + penalty * jnp.mean(jnp.sum(params[0] ** 2, axis=0))
 
     solver = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)

@@ -26,7 +26,7 @@ class EngineHolder(Closeable):
         self._held: LoadedEngine | None = loaded
         self._ending = False  # no call may begin
         self._calls: set[_RunningCall] = set()  # those that have not returned
-        self._lock = threading.RLock()  # entered itself, not by way of `_idle`: see `calls`
+        self._lock = threading.RLock()  # entered itself, not by way of `_idle`: see `futures`
         self._idle = threading.Condition(self._lock)
         # A thread that still ran a step could crash the interpreter.
         close_at_exit(loaded.engine, lambda engine: engine.close())

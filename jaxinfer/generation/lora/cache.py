@@ -2,7 +2,7 @@
 
 import os
 
-from jaxinfer.calls import Call, DaemonThreads
+from jaxinfer.futures import DaemonThreads, InterruptibleFuture
 from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.lora.peft import Adapter, read_adapter
@@ -35,7 +35,7 @@ class AdapterCache:
         self._uploads: list[tuple[int, Adapter]] = []
         self._host: Residents[str, Adapter] = Residents(host_bytes, keeps_last=True)
         self._reader = DaemonThreads(1, "jaxinfer-adapters")
-        self._reading: dict[str, Call[Adapter]] = {}
+        self._reading: dict[str, InterruptibleFuture[Adapter]] = {}
 
     def register(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Register an adapter. Only its config is read; ValueError if that alone rules the adapter out."""
@@ -61,7 +61,7 @@ class AdapterCache:
 
         An adapter that cannot be read is an error of the `acquire` that needs it.
         """
-        for other in [other for other, read in self._reading.items() if read.done and read.error is None]:
+        for other in [other for other, read in self._reading.items() if read.done() and read.error is None]:
             self._keep(other)
         known = name in self._infos and name not in self._device and name not in self._host
         if known and len(self._reading) < self.size:
@@ -128,7 +128,7 @@ class AdapterCache:
         if (adapter := self._host.get(name)) is not None:
             return adapter
         self._begin(name)
-        return self._keep(name) if wait or self._reading[name].done else None
+        return self._keep(name) if wait or self._reading[name].done() else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every place is empty or has one adapter, and host memory is within its bound."""

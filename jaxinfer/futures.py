@@ -1,4 +1,4 @@
-"""Calls that other threads make; whoever waits for one may be interrupted anywhere.
+"""Futures, events and threads by which whoever waits may be interrupted anywhere.
 
 A handler of a signal that raises, as that of Ctrl-C does, can end any Python code between two of its instructions, also
 `Condition.__enter__`, which then leaves its lock taken for ever: whoever is to end a `Future` waits for it in vain.
@@ -49,14 +49,14 @@ class Event:
         return self._set
 
 
-class Call[Result]:
-    """A call that is made once, or cancelled before.
+class InterruptibleFuture[Result]:
+    """As `concurrent.futures.Future`, with the function that is called once, unless it is cancelled before.
 
     Args:
       function: what is called.
 
     Attributes:
-      begun: when it began, by `time.monotonic`; None before.
+      begun: when the call began, by `time.monotonic`; None before.
       error: what it raised; `CancelledError` if it was cancelled.
     """
 
@@ -67,12 +67,11 @@ class Call[Result]:
         self._result: Result | None = None
         self._ended = Event()
 
-    @property
     def done(self) -> bool:
-        """Whether it has ended, or was cancelled."""
+        """Return whether it has ended, or was cancelled."""
         return self._ended.is_set()
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Make the call, unless it was cancelled; what it raises is for those who want its result."""
         if (function := self._begin()) is not None:
             self.begun = time.monotonic()
@@ -85,7 +84,7 @@ class Call[Result]:
         del self  # its error refers to this frame, and would keep it
 
     def cancel(self) -> None:
-        """Have it never be made; does nothing if it has begun."""
+        """Have the call never be made; does nothing if it has begun."""
         if self._begin() is not None:
             self.error = CancelledError()
             self._ended.set()
@@ -122,43 +121,43 @@ class DaemonThreads:
       name: the beginning of their names.
 
     Attributes:
-      making: the calls that run.
+      running: the futures of calls that run.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self.making: set[Call[Any]] = set()
-        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self.running: set[InterruptibleFuture[Any]] = set()
+        self._waiting: queue.SimpleQueue[InterruptibleFuture[Any] | None] = queue.SimpleQueue()
         for number in range(count):
-            serving = self._calls, self.making
+            serving = self._waiting, self.running
             threading.Thread(target=_serve, args=serving, name=f"{name}-{number}", daemon=True).start()
-        self._end = weakref.finalize(self, _end, self._calls, count)
+        self._end = weakref.finalize(self, _end, self._waiting, count)
         self._end.atexit = False
 
     def submit[**Given, Result](
         self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
-    ) -> Call[Result]:
+    ) -> InterruptibleFuture[Result]:
         """Have a thread call the function."""
-        call = Call(functools.partial(function, *args, **kwargs))
-        self._calls.put(call)
-        return call
+        future = InterruptibleFuture(functools.partial(function, *args, **kwargs))
+        self._waiting.put(future)
+        return future
 
     def close(self) -> None:
         """Cancel all calls that have not begun, and end the threads once the others have. May be called again."""
         self._end()
 
 
-def _end(calls: queue.SimpleQueue[Call[Any] | None], count: int) -> None:
+def _end(waiting: queue.SimpleQueue[InterruptibleFuture[Any] | None], count: int) -> None:
     with contextlib.suppress(queue.Empty):
-        while (call := calls.get_nowait()) is not None:
-            call.cancel()
+        while (future := waiting.get_nowait()) is not None:
+            future.cancel()
     for _ in range(count):
-        calls.put(None)
+        waiting.put(None)
 
 
-def _serve(calls: queue.SimpleQueue[Call[Any] | None], making: set[Call[Any]]) -> None:
+def _serve(waiting: queue.SimpleQueue[InterruptibleFuture[Any] | None], running: set[InterruptibleFuture[Any]]) -> None:
     """Make calls until the end; has no reference to their owner, whose end it is to see."""
-    while (call := calls.get()) is not None:
-        making.add(call)
-        call.make()
-        making.discard(call)
-        del call  # what it refers to is freed while this waits for the next
+    while (future := waiting.get()) is not None:
+        running.add(future)
+        future.run()
+        running.discard(future)
+        del future  # what it refers to is freed while this waits for the next

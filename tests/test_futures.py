@@ -1,4 +1,4 @@
-"""Calls that other threads make, and waits for them that are interrupted wherever they may be."""
+"""Calls that other threads make, and waits for their futures that are interrupted wherever they may be."""
 
 import gc
 import sys
@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from jaxinfer.calls import Call, DaemonThreads, Event
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import Staging
+from jaxinfer.futures import DaemonThreads, Event, InterruptibleFuture
 
 PATIENCE = 60.0
 
@@ -152,11 +152,11 @@ def test_many_wait_for_one(threads):
 
 def test_cancelled_before_it_begins(threads):
     made = []
-    call = Call(lambda: made.append(1))
+    call = InterruptibleFuture(lambda: made.append(1))
     call.cancel()
-    call.make()
+    call.run()
     call.cancel()
-    assert (made, call.done, call.begun) == ([], True, None)
+    assert (made, call.done(), call.begun) == ([], True, None)
     with pytest.raises(CancelledError):
         call.result()
     ended = threads.submit(lambda: 5)
