@@ -130,7 +130,7 @@ def run_parts(
     Exits if the file has other parts, which would be lost.
     """
     parts = list(parts)
-    _check_that_no_part_is_lost(args.json, parts)
+    check_that_no_part_is_lost(args.json, parts)
     report = Report()
     report.print_header()
     if about:
@@ -143,7 +143,7 @@ def run_parts(
     report.finish(args.json)
 
 
-def _check_that_no_part_is_lost(json_file: Path | None, parts: Iterable[str]) -> None:
+def check_that_no_part_is_lost(json_file: Path | None, parts: Iterable[str]) -> None:
     """Exit before anything is measured if a result has parts besides these."""
     if json_file is None or not json_file.exists():
         return

@@ -21,7 +21,7 @@ from benchmarks.engine.speculation import speculation
 from benchmarks.engine.step_gap import step_gap
 from benchmarks.engine.throughput import throughput_float32, throughput_int8
 from benchmarks.engine.ways import Memory
-from benchmarks.report import Report
+from benchmarks.report import Report, check_that_no_part_is_lost
 from benchmarks.workers import EngineError, add_options
 from jaxinfer.compiled import cache_folder
 
@@ -75,6 +75,8 @@ def main() -> None:
         search=args.search,
         memory=Memory(args.ways),
     )
+    names = args.only or [part for part in PARTS if not (args.quick and part == "throughput_int8")]
+    check_that_no_part_is_lost(args.json, names)
     report = Report()
     report.print_header()
     print(
@@ -82,7 +84,6 @@ def main() -> None:
         flush=True,
     )
     report.row(figure="settings", quick=args.quick, rounds=args.rounds, search=args.search, peer_threads=args.threads)
-    names = args.only or [part for part in PARTS if not (args.quick and part == "throughput_int8")]
     failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
     report.finish(args.json)
     if failed:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from benchmarks.engine import __main__ as engine
 from benchmarks.engine import queues
 from benchmarks.engine.__main__ import PARTS, read_parts
 from benchmarks.engine.step_gap import StepGaps
@@ -17,6 +18,15 @@ def test_parts_are_chosen_by_name():
     assert read_parts("step_gap,prefix") == ["step_gap", "prefix"]
     with pytest.raises(argparse.ArgumentTypeError, match=f"unknown gap; there are {', '.join(PARTS)}"):
         read_parts("step_gap,gap")
+
+
+def test_parts_that_a_file_has_besides_are_not_lost(tmp_path, monkeypatch):
+    file = tmp_path / "engine.json"
+    file.write_text(before := '{"rows": [{"figure": "part", "part": "prefix"}]}')
+    monkeypatch.setattr("sys.argv", ["benchmarks.engine", "--only", "step_gap", "--json", str(file)])
+    with pytest.raises(SystemExit, match="it has prefix as well, not measured now: name a new file"):
+        engine.main()
+    assert file.read_text() == before
 
 
 def test_workload_lengths_are_proportional_to_the_scale():
