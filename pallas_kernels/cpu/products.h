@@ -36,6 +36,9 @@ inline void ints4(const __m512i* sums, int32_t* y) {
 #endif
 
 // How one format is multiplied: blocks of kBlock inputs. `totals` adds up each of four sums.
+//
+// Factors, values of x and sums are kept in registers: GCC 12 would else load x again for each row of the matrix, or
+// copy sums from one register to another.
 template <typename W>
 struct FloatProduct {
   using Weight = W;
@@ -44,8 +47,9 @@ struct FloatProduct {
   using Factor = Floats;
   static constexpr int kBlock = kFloats;
   static Sums none() { return zeros(); }
-  static Factor factor(const Weight* w) { return load(w); }
-  static Sums multiply(Factor w, const X* x, Sums sums) { return multiply_add(w, load(x), sums); }
+  static Factor factor(const Weight* w) { return in_register(load(w)); }
+  static Floats values(const X* x) { return in_register(load(x)); }
+  static Sums multiply(Factor w, Floats x, Sums sums) { return multiply_add(w, x, sums); }
   using Total = float;
   static Sums join(Sums a, Sums b) { return add(a, b); }
   static float total(Sums sums) { return sum(sums); }
@@ -62,9 +66,10 @@ struct Bfloat16Product {
   using Total = float;
   static constexpr int kBlock = 32;
   static Sums none() { return zeros(); }
-  static Factor factor(const Weight* w) { return _mm512_loadu_si512(w); }
-  static Sums multiply(Factor w, const X* x, Sums sums) {
-    return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)_mm512_loadu_si512(x));
+  static Factor factor(const Weight* w) { return in_register(_mm512_loadu_si512(w)); }
+  static __m512i values(const X* x) { return in_register(_mm512_loadu_si512(x)); }
+  static Sums multiply(Factor w, __m512i x, Sums sums) {
+    return in_register(_mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x));
   }
   static Sums join(Sums a, Sums b) { return add(a, b); }
   static float total(Sums sums) { return sum(sums); }
@@ -85,7 +90,8 @@ struct Int8Product {
   using Factor = __m512i;
   static Sums none() { return _mm512_setzero_si512(); }
   static Factor factor(const Weight* w) { return _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128)); }
-  static Sums multiply(Factor w, const X* x, Sums sums) { return _mm512_dpbusd_epi32(sums, w, _mm512_loadu_si512(x)); }
+  static __m512i values(const X* x) { return in_register(_mm512_loadu_si512(x)); }
+  static Sums multiply(Factor w, __m512i x, Sums sums) { return in_register(_mm512_dpbusd_epi32(sums, w, x)); }
   static Sums join(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
   static int32_t total(Sums sums) { return _mm512_reduce_add_epi32(sums); }
   static void totals(const Sums* sums, Total* y) { ints4(sums, y); }
@@ -98,9 +104,8 @@ struct Int8Product {
   static Factor factor(const Weight* w) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
   }
-  static Sums multiply(Factor w, const X* x, Sums sums) {
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(w, _mm512_loadu_si512(x)));
-  }
+  static __m512i values(const X* x) { return in_register(_mm512_loadu_si512(x)); }
+  static Sums multiply(Factor w, __m512i x, Sums sums) { return _mm512_add_epi32(sums, _mm512_madd_epi16(w, x)); }
   static Sums join(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
   static int32_t total(Sums sums) { return _mm512_reduce_add_epi32(sums); }
   static void totals(const Sums* sums, Total* y) { ints4(sums, y); }
@@ -113,9 +118,8 @@ struct Int8Product {
   static Factor factor(const Weight* w) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
   }
-  static Sums multiply(Factor w, const X* x, Sums sums) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
-  }
+  static __m256i values(const X* x) { return in_register(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+  static Sums multiply(Factor w, __m256i x, Sums sums) { return _mm256_add_epi32(sums, _mm256_madd_epi16(w, x)); }
   static Sums join(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
   static int32_t total(Sums sums) {
     const __m128i x = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
@@ -134,6 +138,7 @@ struct Int8Product {
   using Factor = const Weight*;
   static Sums none() { return 0; }
   static Factor factor(const Weight* w) { return w; }
+  static const X* values(const X* x) { return x; }
   static Sums multiply(Factor w, const X* x, Sums sums) {
     for (int i = 0; i < kBlock; ++i) sums += static_cast<int32_t>(w[i]) * x[i];
     return sums;
@@ -158,21 +163,28 @@ typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x
     for (int i = 0; i < kSums; ++i) {
       const int64_t at = k + i * P::kBlock;
       prefetch(reinterpret_cast<const char*>(w + at) + kRowAhead);
-      sums[i] = P::multiply(P::factor(w + at), x + at, sums[i]);
+      sums[i] = P::multiply(P::factor(w + at), P::values(x + at), sums[i]);
     }
   }
-  for (; k + P::kBlock <= inputs; k += P::kBlock) sums[0] = P::multiply(P::factor(w + k), x + k, sums[0]);
+  for (; k + P::kBlock <= inputs; k += P::kBlock) {
+    sums[0] = P::multiply(P::factor(w + k), P::values(x + k), sums[0]);
+  }
   if (k < inputs) {
     typename P::Weight last[P::kBlock] = {};
     std::memcpy(last, w + k, (inputs - k) * sizeof(last[0]));
-    sums[0] = P::multiply(P::factor(last), x + k, sums[0]);
+    sums[0] = P::multiply(P::factor(last), P::values(x + k), sums[0]);
   }
   return P::join(P::join(sums[0], sums[1]), P::join(sums[2], sums[3]));
 }
 
+// How often a line of the matrix is fetched for tiles, and how far apart, in bytes: a processor that has many lines under
+// way leaves some out, for each of which all others wait later.
+constexpr int kTries = 3;
+constexpr int64_t kAgain = 16384;
+
 // Four rows of the matrix times M rows of x, whose rows are `stride` apart. y: the total of r and m at r + m * width.
 //
-// Fetches `lines` lines of 64 bytes for each block of inputs, from `ahead` on.
+// Fetches `lines` lines of 64 bytes for each block of inputs, from `ahead` on, after tries further ahead.
 template <typename P, int M>
 void tile_product(const typename P::Weight* w, const typename P::X* x, int64_t stride, int64_t inputs,
                   typename P::Total* y, int64_t width, const char* ahead, int lines) {
@@ -186,12 +198,16 @@ void tile_product(const typename P::Weight* w, const typename P::X* x, int64_t s
     for (int r = 0; r < 4; ++r) factors[r] = P::factor(rows + r * row_stride);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
+      const auto values = P::values(x + m * stride + k);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) sums[m][r] = P::multiply(factors[r], x + m * stride + k, sums[m][r]);
+      for (int r = 0; r < 4; ++r) sums[m][r] = P::multiply(factors[r], values, sums[m][r]);
     }
   };
   for (; k + P::kBlock <= inputs; k += P::kBlock) {
-    for (int line = 0; line < lines; ++line, ahead += 64) prefetch(ahead);
+    for (int line = 0; line < lines; ++line, ahead += 64) {
+#pragma GCC unroll 4
+      for (int again = kTries - 1; again >= 0; --again) prefetch(ahead + again * kAgain);
+    }
     block(w + k, inputs);
   }
   if (k < inputs) {
