@@ -45,8 +45,7 @@ MEASURE_SECONDS = 20.0
 ROUNDS = 7
 TURN_SECONDS = 0.015
 DOUBTLESS = (4.0, 4.0, 1.5)
-"""How many times as fast as the other, in all rounds, a product is that is measured no further after one round, two, and
-three or more."""
+"""How many times as fast as the other, in all rounds, a product is that is measured no further after 1, 2, 3 rounds."""
 
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-2, "uint16": 2e-3}
 """Largest errors, relative to the largest value, by the dtype of a matrix or cache. int8 rounds both sides; int4 leaves
