@@ -177,8 +177,8 @@ typename P::Sums row_product(const typename P::Weight* w, const typename P::X* x
   return P::join(P::join(sums[0], sums[1]), P::join(sums[2], sums[3]));
 }
 
-// How often a line of the matrix is fetched for tiles, and how far apart, in bytes: a processor that has many lines under
-// way leaves some out, for each of which all others wait later.
+// How often a line of the matrix is fetched for tiles, and how far apart, in bytes: most likely a processor that has many
+// lines under way leaves some out, for each of which a tile waits later (docs/cpu-speed.md).
 constexpr int kTries = 3;
 constexpr int64_t kAgain = 16384;
 
