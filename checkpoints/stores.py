@@ -283,9 +283,8 @@ class Staging:
         self._keep, self._on_release = keep, on_release
         self._lock = threading.RLock()  # not a condition, whose lock an interrupt can leave taken
         self._free: list[np.ndarray] = []
-        self._late: list[
-            tuple[np.ndarray, list[InterruptibleFuture[Any]]]
-        ] = []  # buffers that are free once these reads have ended
+        # Buffers that are free once these reads have ended.
+        self._late: list[tuple[np.ndarray, list[InterruptibleFuture[Any]]]] = []
 
     def take(self, size: int) -> np.ndarray:
         """Return a buffer of exactly this size; what was in it is undefined.
