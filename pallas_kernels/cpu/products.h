@@ -278,109 +278,198 @@ void products(const typename P::Weight* w, int64_t outputs, const typename P::X*
   }
 }
 
+// A value of x that multiplies int4 weights is 256 times a high byte plus a low one, both signed: as exact as a word,
+// while weights need less unpacking.
+constexpr int kInt4Levels = 127 * 256 + 127;
+
+constexpr int64_t kInt4Bytes = kGroup / 2;  // of a group's weights
+
+// Splits the values of a group into as many high bytes for the low nibbles of its weights and for the high ones, then low
+// bytes likewise. pairs: [kGroup] of two bytes, the lower one first.
+inline void split_values(const int16_t* values, uint16_t* pairs) {
+  constexpr int kPairs = kGroup / 2;
+  for (int i = 0; i < kPairs; ++i) {
+    const uint16_t first = values[i], second = values[i + kPairs];
+    const uint16_t first_high = (values[i] + 128) >> 8, second_high = (values[i + kPairs] + 128) >> 8;
+    pairs[i] = (first_high & 255) | second_high << 8;
+    pairs[i + kPairs] = (first & 255) | second << 8;
+  }
+}
+
 // Rows of x that multiply int4 weights at a time.
 constexpr int kInt4Rows = 4;
 
 // Outputs of int4 weights at a time: their scales of a group lie beside each other.
 constexpr int kInt4Outputs = 16;
 
-// How far ahead int4 weights are fetched, in words: unpacking them leaves no room for many loads that are under way.
-constexpr int kInt4Ahead = 4096;
+// The most groups of int4 weights at a time: of more inputs, the values of x would not stay in the first-level cache.
+constexpr int64_t kInt4Groups = 48;
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
 
-// Words of int4 weights and of x, and what is done with them.
 #if defined(__AVX512BW__)
-using Int4Words = __m512i;
-inline Int4Words load_words(const void* p) { return _mm512_loadu_si512(p); }
-inline Int4Words shifted(Int4Words x, int bits) { return _mm512_srli_epi16(x, bits); }
-inline Int4Words lowest_nibble(Int4Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
-inline Int4Words no_words() { return _mm512_setzero_si512(); }
-inline Int4Words multiply_words(Int4Words x, Int4Words y, Int4Words sums) {
-#if defined(__AVX512VNNI__)
-  return _mm512_dpwssd_epi32(sums, x, y);
+using Bytes = __m512i;
+inline Bytes load_bytes(const void* p) { return in_register(_mm512_loadu_si512(p)); }
+inline Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Bytes high_nibbles(Bytes x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+inline Floats floats_of(Bytes x) { return _mm512_cvtepi32_ps(x); }
 #else
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(x, y));
-#endif
-}
-inline Floats floats_of(Int4Words x) { return _mm512_cvtepi32_ps(x); }
-#else
-using Int4Words = __m256i;
-inline Int4Words load_words(const void* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline Int4Words shifted(Int4Words x, int bits) { return _mm256_srli_epi16(x, bits); }
-inline Int4Words lowest_nibble(Int4Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); }
-inline Int4Words no_words() { return _mm256_setzero_si256(); }
-inline Int4Words multiply_words(Int4Words x, Int4Words y, Int4Words sums) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(x, y));
-}
-inline Floats floats_of(Int4Words x) { return _mm256_cvtepi32_ps(x); }
+using Bytes = __m256i;
+inline Bytes load_bytes(const void* p) { return in_register(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Bytes high_nibbles(Bytes x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+inline Floats floats_of(Bytes x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
-// One output of int4 weights times M rows of x, which are `stride` apart, as vectors whose sums are the results.
-//
-// scales: [M, groups, kInt4Outputs], of this output first.
-template <int M>
-inline void int4_sums(const uint16_t* w, const float* scales, const int16_t* x, int64_t stride, int64_t groups,
-                      Floats* sums) {
-  constexpr int kRun = kGroup / 4;  // words of a group, inputs of each of its four runs
-  constexpr int kWords = sizeof(Int4Words) / 2;
-  for (int m = 0; m < M; ++m) sums[m] = zeros();
-  for (int64_t g = 0; g < groups; ++g) {
-    prefetch(w + g * kRun + kInt4Ahead);
-    Int4Words parts[M];
-    for (auto& part : parts) part = no_words();
+// The weights of an output's group: in the low nibbles, then in the high ones.
+struct Int4Weights {
+  static constexpr int kVectors = kInt4Bytes / sizeof(Bytes);
+  Bytes nibbles[2][kVectors];
+
+  void load(const uint8_t* w) {
 #pragma GCC unroll 2
-    for (int word = 0; word < kRun; word += kWords) {
-      const Int4Words packed = in_register(load_words(w + g * kRun + word));
-      const Int4Words runs[4] = {lowest_nibble(packed), lowest_nibble(shifted(packed, 4)),
-                                 lowest_nibble(shifted(packed, 8)), shifted(packed, 12)};
+    for (int i = 0; i < kVectors; ++i) {
+      const Bytes packed = load_bytes(w + i * sizeof(Bytes));
+      nibbles[0][i] = low_nibbles(packed);
+      nibbles[1][i] = high_nibbles(packed);
+    }
+  }
+};
+
+// R outputs' weights of a group times its values of x: int32 numbers whose sums are the results.
+//
+// kInt4Tile: outputs that share what is loaded of x, as many as the registers hold sums of.
+#if defined(__AVX512VNNI__)
+constexpr int kInt4Tile = 4;
+
+template <int R>
+inline void int4_products_of_group(const Int4Weights* w, const int8_t* x, Bytes* y) {
+  const Bytes high[2] = {load_bytes(x), load_bytes(x + kInt4Bytes)};
+  const Bytes low[2] = {load_bytes(x + kGroup), load_bytes(x + kGroup + kInt4Bytes)};
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const int16_t* values = x + m * stride + g * kGroup + word;
+  for (int r = 0; r < R; ++r) {
+    Bytes sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w[r].nibbles[0][0], high[0]);
+    sums = _mm512_slli_epi32(_mm512_dpbusd_epi32(sums, w[r].nibbles[1][0], high[1]), 8);
+    sums = _mm512_dpbusd_epi32(sums, w[r].nibbles[0][0], low[0]);
+    y[r] = _mm512_dpbusd_epi32(sums, w[r].nibbles[1][0], low[1]);
+  }
+}
+#else
+constexpr int kInt4Tile = 2;
+
+#if defined(__AVX512BW__)
+inline Bytes multiply_nibbles(Bytes nibbles, Bytes x, Bytes sums) {
+  return _mm512_add_epi16(sums, _mm512_maddubs_epi16(nibbles, x));
+}
+inline Bytes joined(Bytes high, Bytes low) {
+  return _mm512_add_epi32(_mm512_madd_epi16(high, _mm512_set1_epi16(256)), _mm512_madd_epi16(low, _mm512_set1_epi16(1)));
+}
+#else
+inline Bytes multiply_nibbles(Bytes nibbles, Bytes x, Bytes sums) {
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(nibbles, x));
+}
+inline Bytes joined(Bytes high, Bytes low) {
+  return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+}
+#endif
+
+template <int R>
+inline void int4_products_of_group(const Int4Weights* w, const int8_t* x, Bytes* y) {
+  Bytes high[R] = {}, low[R] = {};  // sums of words, which those of 4 products of a nibble and a byte, or of 8, fit
+#pragma GCC unroll 2
+  for (int nibble = 0; nibble < 2; ++nibble) {
+#pragma GCC unroll 2
+    for (int i = 0; i < Int4Weights::kVectors; ++i, x += sizeof(Bytes)) {
+      const Bytes high_bytes = load_bytes(x), low_bytes = load_bytes(x + kGroup);
 #pragma GCC unroll 4
-        for (int run = 0; run < 4; ++run) {
-          parts[m] = multiply_words(runs[run], load_words(values + run * kRun), parts[m]);
-        }
+      for (int r = 0; r < R; ++r) {
+        high[r] = multiply_nibbles(w[r].nibbles[nibble][i], high_bytes, high[r]);
+        low[r] = multiply_nibbles(w[r].nibbles[nibble][i], low_bytes, low[r]);
       }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) y[r] = joined(high[r], low[r]);
+}
+#endif
+
+// R outputs of int4 weights, which are `row_bytes` apart, times M rows of x, which are `stride` apart: y[4 * m + r] is a
+// vector whose sum is the result.
+//
+// scales: [M, groups, kInt4Outputs], of these outputs first. Fetches as much as it reads from `ahead` on.
+template <int M, int R>
+inline void int4_sums(const uint8_t* w, int64_t row_bytes, const float* scales, const int8_t* x, int64_t stride,
+                      int64_t groups, const char* ahead, Floats* y) {
+  Floats sums[M][R];
+  for (auto& row : sums)
+    for (auto& each : row) each = zeros();
+  for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes, ahead += kInt4Bytes, x += 2 * kGroup, scales += kInt4Outputs) {
+    Int4Weights weights[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      prefetch(ahead + r * row_bytes);
+      weights[r].load(w + r * row_bytes);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const Floats scale = broadcast(scales[(m * groups + g) * kInt4Outputs]);
-      sums[m] = multiply_add(floats_of(parts[m]), scale, sums[m]);
+      Bytes products[R];
+      int4_products_of_group<R>(weights, x + m * stride, products);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Floats scale = broadcast(scales[m * groups * kInt4Outputs + r]);
+        sums[m][r] = multiply_add(floats_of(products[r]), scale, sums[m][r]);
+      }
     }
   }
+  for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) y[4 * m + r] = sums[m][r];
 }
 
 #else
 
-template <int M>
-inline void int4_sums(const uint16_t* w, const float* scales, const int16_t* x, int64_t stride, int64_t groups,
-                      Floats* sums) {
-  constexpr int kRun = kGroup / 4;
+constexpr int kInt4Tile = 1;
+
+template <int M, int R>
+inline void int4_sums(const uint8_t* w, int64_t, const float* scales, const int8_t* x, int64_t stride, int64_t groups,
+                      const char*, Floats* y) {
   for (int m = 0; m < M; ++m) {
-    sums[m] = zeros();
+    y[4 * m] = zeros();
     for (int64_t g = 0; g < groups; ++g) {
-      int32_t part = 0;
-      for (int i = 0; i < kGroup; ++i) {
-        const int nibble = w[g * kRun + i % kRun] >> (4 * (i / kRun)) & 15;
-        part += nibble * x[m * stride + g * kGroup + i];
+      const uint8_t* weights = w + g * kInt4Bytes;
+      const int8_t* values = x + m * stride + g * 2 * kGroup;
+      int32_t high = 0, low = 0;
+      for (int i = 0; i < kInt4Bytes; ++i) {
+        const int first = weights[i] & 15, second = weights[i] >> 4;
+        high += first * values[i] + second * values[i + kInt4Bytes];
+        low += first * values[i + kGroup] + second * values[i + kGroup + kInt4Bytes];
       }
-      sums[m][0] += scales[(m * groups + g) * kInt4Outputs] * static_cast<float>(part);
+      y[4 * m][0] += scales[(m * groups + g) * kInt4Outputs] * static_cast<float>(256 * high + low);
     }
   }
 }
 
 #endif
 
-// Adds to y [M, width] up to kInt4Outputs outputs of int4 weights times M rows of x. scales: [M, groups, kInt4Outputs].
+// Adds to y [M, width] up to kInt4Outputs outputs of int4 weights times M rows of x, as `int4_sums`.
 template <int M>
-void int4_products(const uint16_t* w, int64_t outputs, const float* scales, const int16_t* x, int64_t stride,
-                   int64_t groups, float* y, int64_t width) {
-  const int64_t words = groups * kGroup / 4;  // of an output
-  for (int64_t n = 0; n < outputs; ++n) {
-    Floats sums[M];
-    int4_sums<M>(w + n * words, scales + n, x, stride, groups, sums);
-    for (int m = 0; m < M; ++m) y[m * width + n] += sum(sums[m]);
+void int4_products(const uint8_t* w, int64_t row_bytes, int64_t outputs, const float* scales, const int8_t* x,
+                   int64_t stride, int64_t groups, const char* ahead, float* y, int64_t width) {
+  Floats sums[4 * M];
+  int64_t n = 0;
+  for (; n + 4 <= outputs; n += 4) {
+    for (int64_t r = n; r < n + 4; r += kInt4Tile) {
+      int4_sums<M, kInt4Tile>(w + r * row_bytes, row_bytes, scales + r, x, stride, groups, ahead + r * row_bytes,
+                              sums + r - n);
+    }
+    for (int m = 0; m < M; ++m) {
+      float totals[4];
+      sums_of(sums + 4 * m, totals);
+      for (int r = 0; r < 4; ++r) y[m * width + n + r] += totals[r];
+    }
+  }
+  for (; n < outputs; ++n) {
+    int4_sums<M, 1>(w + n * row_bytes, row_bytes, scales + n, x, stride, groups, ahead + n * row_bytes, sums);
+    for (int m = 0; m < M; ++m) y[m * width + n] += sum(sums[4 * m]);
   }
 }
 

@@ -82,8 +82,9 @@ class Rows {
       }
       case Format::kInt4:
         for (int64_t g = 0; g < groups_; ++g) {
-          auto* q = values<int16_t>() + m * stride_ + g * kGroup;
-          const float scale = quantize(x + g * kGroup, kGroup, 32767, q);
+          int16_t q[kGroup];
+          const float scale = quantize(x + g * kGroup, kGroup, kInt4Levels, q);
+          split_values(q, values<uint16_t>() + m * stride_ + g * kGroup);
           scales_.get()[m * groups_ + g] = scale;
           offsets_.get()[m * groups_ + g] = -8.0f * static_cast<float>(sum_of_quantized(q, kGroup)) * scale;
         }
@@ -161,47 +162,59 @@ class Rows {
     return Int8Product::kOffset;
   }
 
+  // The bytes of a row's values from a group on.
+  int8_t* int4_values(int row, int64_t group) const { return values<int8_t>() + 2 * (row * stride_ + group * kGroup); }
+
   void int4(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
-    const int64_t width = end - begin;
-    Buffer<float> scales(std::min(rows, kInt4Rows) * groups_ * kInt4Outputs);
+    const int64_t width = end - begin, row_bytes = matrix.row_bytes();
+    const int64_t parts = (groups_ + kInt4Groups - 1) / kInt4Groups;
+    Buffer<float> scales(std::min(rows, kInt4Rows) * kInt4Groups * kInt4Outputs);
+    std::fill(y, y + rows * width, 0.0f);
     for (int64_t n = begin; n < end; n += kInt4Outputs) {
       const int64_t outputs = std::min<int64_t>(kInt4Outputs, end - n);
-      const auto* w = static_cast<const uint16_t*>(matrix.weight) + n * inputs_ / 4;
-      for (int m = 0; m < rows; m += kInt4Rows) {
-        const int some = std::min(rows - m, kInt4Rows);
-        float* totals = y + m * width + n - begin;
-        for (int i = 0; i < some; ++i) {
-          int4_scales(matrix, n, outputs, first + m + i, scales.get() + i * groups_ * kInt4Outputs, totals + i * width);
+      const auto* w = static_cast<const uint8_t*>(matrix.weight) + n * row_bytes;
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t g = groups_ * part / parts, next = groups_ * (part + 1) / parts, groups = next - g;
+        const int64_t ahead = part + 1 < parts ? next * kInt4Bytes : std::max(kInt4Outputs * row_bytes, kLeastAhead);
+        for (int m = 0; m < rows; m += kInt4Rows) {
+          const int some = std::min(rows - m, kInt4Rows);
+          float* totals = y + m * width + n - begin;
+          for (int i = 0; i < some; ++i) {
+            int4_scales(matrix, n, outputs, g, groups, first + m + i, scales.get() + i * groups * kInt4Outputs,
+                        totals + i * width);
+          }
+          const auto product = some == 4   ? int4_products<4>
+                               : some == 3 ? int4_products<3>
+                               : some == 2 ? int4_products<2>
+                                           : int4_products<1>;
+          product(w + g * kInt4Bytes, row_bytes, outputs, scales.get(), int4_values(first + m, g), 2 * stride_, groups,
+                  reinterpret_cast<const char*>(w) + ahead, totals, width);
         }
-        const auto product = some == 4   ? int4_products<4>
-                             : some == 3 ? int4_products<3>
-                             : some == 2 ? int4_products<2>
-                                         : int4_products<1>;
-        const int16_t* x = values<int16_t>() + (first + m) * stride_;
-        product(w, outputs, scales.get(), x, stride_, groups_, totals, width);
       }
     }
   }
 
-  // The scales of outputs from n on for one row of x: scales [groups, kInt4Outputs] are those of the weights times that
-  // of the row's group. Sets `totals` to what is computed too much, since 8 is added to the weights.
-  void int4_scales(const Matrix& matrix, int64_t n, int64_t outputs, int row, float* scales, float* totals) const {
+  // The scales of outputs from n on and of groups from `first` on for one row of x: scales [groups, kInt4Outputs] are
+  // those of the weights times that of the row's group. Adds to `totals` what corrects that 8 is added to the
+  // weights.
+  void int4_scales(const Matrix& matrix, int64_t n, int64_t outputs, int64_t first, int64_t groups, int row,
+                   float* scales, float* totals) const {
     constexpr int kVectors = kInt4Outputs / kFloats;
     Floats offsets[kVectors];
     for (auto& each : offsets) each = zeros();
-    for (int64_t g = 0; g < groups_; ++g) {
+    for (int64_t g = first; g < first + groups; ++g) {
       const bfloat16* from = static_cast<const bfloat16*>(matrix.scale) + g * matrix.outputs + n;
       prefetch(from + 2 * kInt4Outputs);
-      for (int i = 0; i < kVectors; ++i, from += kFloats) {
+      for (int i = 0; i < kVectors; ++i, from += kFloats, scales += kFloats) {
         const int64_t left = outputs - i * kFloats;
         const Floats scale = left >= kFloats ? load(from) : load_first(from, std::max<int64_t>(left, 0));
-        store(scales + g * kInt4Outputs + i * kFloats, scale * broadcast(scales_.get()[row * groups_ + g]));
+        store(scales, scale * broadcast(scales_.get()[row * groups_ + g]));
         offsets[i] = multiply_add(scale, broadcast(offsets_.get()[row * groups_ + g]), offsets[i]);
       }
     }
     float all[kInt4Outputs];
     for (int i = 0; i < kVectors; ++i) store(all + i * kFloats, offsets[i]);
-    std::copy(all, all + outputs, totals);
+    for (int64_t i = 0; i < outputs; ++i) totals[i] += all[i];
   }
 
 #if defined(__AVX512BF16__)

@@ -197,7 +197,7 @@ void calls_at_once_end() {
 
 template <typename T>
 void linear_layers(Format format) {
-  for (const int64_t inputs : {128, 384, 1000, 17}) {
+  for (const int64_t inputs : {128, 384, 1000, 17, kGroup * static_cast<int>(kInt4Groups + 1)}) {
     if (format == Format::kInt4 && inputs % kGroup) continue;
     const int64_t outputs = 102;
     const Stack stack(format, 1, outputs, inputs);

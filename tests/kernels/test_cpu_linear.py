@@ -14,12 +14,12 @@ from jaxinfer.pallas_kernels.dispatch import recorded_implementations
 from jaxinfer.pallas_kernels.linear import cpu
 from jaxinfer.pallas_kernels.linear import reference as plain
 from jaxinfer.pallas_kernels.target import UnsupportedError
-from jaxinfer.pallas_kernels.weights import quantize
+from jaxinfer.pallas_kernels.weights import dequantize, quantize
 from tests.kernels.cpu_levels import LEVELS_OF_PRODUCTS, library_of
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-SHAPES = [(128, 16), (384, 33), (1024, 62), (1000, 50), (17, 4), (1, 2), (130, 7)]
-"""Inputs and outputs: of whole vectors, and of parts of one."""
+SHAPES = [(128, 16), (384, 33), (1024, 62), (1000, 50), (17, 4), (1, 2), (130, 7), (128 * 49, 21)]
+"""Inputs and outputs: of whole vectors, of parts of one, and of more groups than int4 multiplies at a time."""
 TOLERANCES = {"float32": 3e-5, "bfloat16": 3e-5, "int8": 2e-4, "int4": 5e-4}
 """Of the largest result. Rows for int4 are in 16 bits; of int8 a tie may round the other way, in whole levels."""
 
@@ -117,6 +117,20 @@ def test_int8_at_its_ends_does_not_saturate(library):
     for x in (jnp.ones((3, 640)), -jnp.ones((3, 640)), signs[:3].astype(jnp.float32)):
         exact = np.asarray(x, np.int64) @ np.asarray(127 * signs, np.int64).T
         np.testing.assert_allclose(cpu.linear(x, weights), exact, rtol=1e-6)
+
+
+def test_int4_at_its_ends_does_not_saturate(library):
+    """Values of x are split into bytes, whose products with a group of 15s are summed in words by some instructions."""
+    rng = np.random.default_rng(7)
+    levels = 127 * 256 + 127  # the largest, so that a scale is 1
+    words = np.concatenate([np.full((1, 64), 0xFFFF), np.zeros((1, 64)), rng.integers(0, 1 << 16, (6, 64))])
+    weights = Weights(jnp.asarray(words, jnp.uint16), jnp.ones((2, 8), jnp.bfloat16))
+    ends = np.array([levels, -levels, 127 * 256 - 128, 127, -128])
+    values = np.repeat(ends[:, None], 256, axis=1)
+    values = np.concatenate([values, rng.integers(-levels, levels + 1, (3, 256))])
+    values[:, ::128] = levels
+    exact = values @ np.asarray(dequantize(weights, jnp.float32), np.int64).T
+    np.testing.assert_allclose(cpu.linear(jnp.asarray(values, jnp.float32), weights), exact, rtol=1e-6, atol=8)
 
 
 def test_smallest_int8_weight(library):
