@@ -284,8 +284,8 @@ constexpr int kInt4Levels = 127 * 256 + 127;
 
 constexpr int64_t kInt4Bytes = kGroup / 2;  // of a group's weights
 
-// Splits the values of a group into as many high bytes for the low nibbles of its weights and for the high ones, then low
-// bytes likewise. pairs: [kGroup] of two bytes, the lower one first.
+// Splits the values of a group into as many high bytes for the low nibbles of its weights and for the high ones, then
+// low bytes likewise. pairs: [kGroup] of two bytes, the lower one first.
 inline void split_values(const int16_t* values, uint16_t* pairs) {
   constexpr int kPairs = kGroup / 2;
   for (int i = 0; i < kPairs; ++i) {
@@ -304,6 +304,9 @@ constexpr int kInt4Outputs = 16;
 
 // The most groups of int4 weights at a time: of more inputs, the values of x would not stay in the first-level cache.
 constexpr int64_t kInt4Groups = 48;
+
+// How far ahead int4 weights are fetched at least, in bytes that are read before.
+constexpr int64_t kInt4Ahead = 8192;
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
 
@@ -396,19 +399,21 @@ inline void int4_products_of_group(const Int4Weights* w, const int8_t* x, Bytes*
 // R outputs of int4 weights, which are `row_bytes` apart, times M rows of x, which are `stride` apart: y[4 * m + r] is a
 // vector whose sum is the result.
 //
-// scales: [M, groups, kInt4Outputs], of these outputs first. Fetches as much as it reads from `ahead` on.
+// scales: [M, groups, kInt4Outputs], of these outputs first. ahead: how far ahead it fetches, in bytes.
 template <int M, int R>
 inline void int4_sums(const uint8_t* w, int64_t row_bytes, const float* scales, const int8_t* x, int64_t stride,
-                      int64_t groups, const char* ahead, Floats* y) {
+                      int64_t groups, int64_t ahead, Floats* y) {
   Floats sums[M][R];
   for (auto& row : sums)
     for (auto& each : row) each = zeros();
-  for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes, ahead += kInt4Bytes, x += 2 * kGroup, scales += kInt4Outputs) {
+  for (int64_t g = 0; g < groups; ++g, w += kInt4Bytes, x += 2 * kGroup, scales += kInt4Outputs) {
     Int4Weights weights[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      prefetch(ahead + r * row_bytes);
-      weights[r].load(w + r * row_bytes);
+      const uint8_t* row = w + r * row_bytes;
+      prefetch(row + 2 * ahead);
+      prefetch(row + ahead);
+      weights[r].load(row);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
@@ -431,7 +436,7 @@ constexpr int kInt4Tile = 1;
 
 template <int M, int R>
 inline void int4_sums(const uint8_t* w, int64_t, const float* scales, const int8_t* x, int64_t stride, int64_t groups,
-                      const char*, Floats* y) {
+                      int64_t, Floats* y) {
   for (int m = 0; m < M; ++m) {
     y[4 * m] = zeros();
     for (int64_t g = 0; g < groups; ++g) {
@@ -450,16 +455,19 @@ inline void int4_sums(const uint8_t* w, int64_t, const float* scales, const int8
 
 #endif
 
-// Adds to y [M, width] up to kInt4Outputs outputs of int4 weights times M rows of x, as `int4_sums`.
+// Adds to y [M, width] up to kInt4Outputs outputs of int4 weights times M rows of x, as `int4_sums`. For one row of x
+// they are read one after another, as memory likes it.
 template <int M>
 void int4_products(const uint8_t* w, int64_t row_bytes, int64_t outputs, const float* scales, const int8_t* x,
-                   int64_t stride, int64_t groups, const char* ahead, float* y, int64_t width) {
+                   int64_t stride, int64_t groups, float* y, int64_t width) {
+  constexpr int kTile = M == 1 ? 1 : kInt4Tile;
+  const int64_t rows_ahead = std::max<int64_t>((kInt4Ahead - 1) / (groups * kInt4Bytes) + 1, kInt4Tile);
+  const int64_t ahead = rows_ahead * row_bytes;
   Floats sums[4 * M];
   int64_t n = 0;
   for (; n + 4 <= outputs; n += 4) {
-    for (int64_t r = n; r < n + 4; r += kInt4Tile) {
-      int4_sums<M, kInt4Tile>(w + r * row_bytes, row_bytes, scales + r, x, stride, groups, ahead + r * row_bytes,
-                              sums + r - n);
+    for (int64_t r = n; r < n + 4; r += kTile) {
+      int4_sums<M, kTile>(w + r * row_bytes, row_bytes, scales + r, x, stride, groups, ahead, sums + r - n);
     }
     for (int m = 0; m < M; ++m) {
       float totals[4];
@@ -468,7 +476,7 @@ void int4_products(const uint8_t* w, int64_t row_bytes, int64_t outputs, const f
     }
   }
   for (; n < outputs; ++n) {
-    int4_sums<M, 1>(w + n * row_bytes, row_bytes, scales + n, x, stride, groups, ahead + n * row_bytes, sums);
+    int4_sums<M, 1>(w + n * row_bytes, row_bytes, scales + n, x, stride, groups, ahead, sums);
     for (int m = 0; m < M; ++m) y[m * width + n] += sum(sums[4 * m]);
   }
 }

@@ -175,7 +175,6 @@ class Rows {
       const auto* w = static_cast<const uint8_t*>(matrix.weight) + n * row_bytes;
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t g = groups_ * part / parts, next = groups_ * (part + 1) / parts, groups = next - g;
-        const int64_t ahead = part + 1 < parts ? next * kInt4Bytes : std::max(kInt4Outputs * row_bytes, kLeastAhead);
         for (int m = 0; m < rows; m += kInt4Rows) {
           const int some = std::min(rows - m, kInt4Rows);
           float* totals = y + m * width + n - begin;
@@ -188,7 +187,7 @@ class Rows {
                                : some == 2 ? int4_products<2>
                                            : int4_products<1>;
           product(w + g * kInt4Bytes, row_bytes, outputs, scales.get(), int4_values(first + m, g), 2 * stride_, groups,
-                  reinterpret_cast<const char*>(w) + ahead, totals, width);
+                  totals, width);
         }
       }
     }
