@@ -302,7 +302,7 @@ constexpr int kInt4Rows = 4;
 // Outputs of int4 weights at a time: their scales of a group lie beside each other.
 constexpr int kInt4Outputs = 16;
 
-// The most groups of int4 weights at a time: of more inputs, the values of x would not stay in the first-level cache.
+// The most groups of int4 weights at a time: of more inputs, a row of x would not stay in the first-level cache.
 constexpr int64_t kInt4Groups = 48;
 
 // How far ahead int4 weights are fetched at least, in bytes that are read before.

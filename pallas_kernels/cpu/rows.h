@@ -162,9 +162,6 @@ class Rows {
     return Int8Product::kOffset;
   }
 
-  // The bytes of a row's values from a group on.
-  int8_t* int4_values(int row, int64_t group) const { return values<int8_t>() + 2 * (row * stride_ + group * kGroup); }
-
   void int4(const Matrix& matrix, int64_t begin, int64_t end, int first, int rows, float* y) const {
     const int64_t width = end - begin, row_bytes = matrix.row_bytes();
     const int64_t parts = (groups_ + kInt4Groups - 1) / kInt4Groups;
@@ -186,8 +183,8 @@ class Rows {
                                : some == 3 ? int4_products<3>
                                : some == 2 ? int4_products<2>
                                            : int4_products<1>;
-          product(w + g * kInt4Bytes, row_bytes, outputs, scales.get(), int4_values(first + m, g), 2 * stride_, groups,
-                  totals, width);
+          const int8_t* x = values<int8_t>() + 2 * ((first + m) * stride_ + g * kGroup);
+          product(w + g * kInt4Bytes, row_bytes, outputs, scales.get(), x, 2 * stride_, groups, totals, width);
         }
       }
     }

@@ -130,6 +130,7 @@ def test_int4_at_its_ends_does_not_saturate(library):
     values = np.concatenate([values, rng.integers(-levels, levels + 1, (3, 256))])
     values[:, ::128] = levels
     exact = values @ np.asarray(dequantize(weights, jnp.float32), np.int64).T
+    # The weights are multiplied as 0 to 15, by which sums reach 1.3e8, where float32 is in steps of 8.
     np.testing.assert_allclose(cpu.linear(jnp.asarray(values, jnp.float32), weights), exact, rtol=1e-6, atol=8)
 
 
