@@ -187,6 +187,8 @@ class Allocator:
 
     def extend(self, allocation: Allocation, length: int) -> bool:
         """Give the sequence pages for this many tokens; False, and nothing changes, if too few are free."""
+        if length <= len(allocation.pages) * self.pages.page_size:  # nearly always: for each row of each step
+            return True
         missing = self.missing_pages(allocation, length)
         if missing > self.pages.free:
             return False

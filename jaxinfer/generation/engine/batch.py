@@ -1,8 +1,8 @@
 """Inputs and results of the device: `Batch`, everything about a step, and `StepOutput`, plain values."""
 
 import dataclasses
+from array import array
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Ordered
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -45,7 +45,7 @@ class Chunk:
       start: the position of the first token.
       count: how many tokens.
       last: whether these are the last known tokens.
-      pages: the sequence's pages, in order; for a decoder an int32 array.
+      pages: the sequence's pages, in order; int32. An encoder has none.
       bitmask: uint32 [ceil(V / 32)], the tokens that may be chosen after the last chunk; None: all.
       error: why the sequence cannot go on; its other results are then ignored.
     """
@@ -55,7 +55,7 @@ class Chunk:
     start: int
     count: int
     last: bool
-    pages: Ordered[int]
+    pages: array[int]
     bitmask: np.ndarray | None = None
     error: str | None = None
 
@@ -75,7 +75,7 @@ class DecodeRow(NamedTuple):
 
     sequence: Sequence
     slot: int
-    pages: Ordered[int]
+    pages: array[int]
     bitmask: np.ndarray | None = None
     error: str | None = None
     num_speculative_tokens: int = 0

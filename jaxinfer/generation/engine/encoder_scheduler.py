@@ -2,6 +2,7 @@
 
 import itertools
 
+from jaxinfer.generation.engine.allocation import NO_PAGES
 from jaxinfer.generation.engine.batch import Batch, Chunk, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig
@@ -54,7 +55,7 @@ class EncoderScheduler:
         self._running.update(chosen)
         return Batch(
             chunks=tuple(
-                Chunk(sequence=s, slot=row, start=0, count=s.num_prompt_tokens, last=True, pages=())
+                Chunk(sequence=s, slot=row, start=0, count=s.num_prompt_tokens, last=True, pages=NO_PAGES)
                 for row, s in enumerate(chosen)
             )
         )

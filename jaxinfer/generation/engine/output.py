@@ -152,8 +152,10 @@ def _add_text(sequence: Sequence, text: str) -> str | None:
     """Let the text grow, up to a stop string, or its end if it is kept; returns the string, None if there is none."""
     params, before = sequence.request.sampling, len(sequence.text)
     sequence.text += text
+    if not params.stop:
+        return None
     # A stop string may have begun before.
-    start = max(0, before - max(map(len, params.stop), default=0))
+    start = max(0, before - max(map(len, params.stop)))
     places = [(at, stop) for stop in params.stop if (at := sequence.text.find(stop, start)) >= 0]
     if not places:
         return None

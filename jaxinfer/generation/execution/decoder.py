@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jaxinfer.compiled import Bucket, Clock
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
@@ -97,6 +98,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self.state, self.passes = state, passes
         self._packer, self._pass_costs = packer, costs
         self._restarting = False  # whether `restart` has begun and not ended
+        self._on_host = state.layout.platform == "cpu"  # results, which JAX would copy or look up at some cost
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it.
@@ -135,7 +137,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         results = self.run(commands)
         for part, result in zip(self.passes.split(batch), results, strict=True):
             result.output = only_asked(part, result.output)
-        send_to_host([result.output for result in results])
+        if not self._on_host:
+            send_to_host([result.output for result in results])
         return InFlightStep(batch, results, launched)
 
     def commands(self, batch: Batch) -> list[Command]:
@@ -159,7 +162,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         results: list[PassResult] = step.output
         late = self._is_late([result.output for result in results])
         self.passes.finish()
-        on_host = jax.device_get([result.output for result in results])
+        on_host = self._read([result.output for result in results])
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
         self._record(results[0], outputs[0], self._seconds(step), at_most=late)
@@ -171,6 +174,10 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
         return StepOutput(outputs=chunks + rows)
+
+    def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput]) -> Any:
+        """Wait for results; returns them as arrays of the host."""
+        return jax.tree.map(np.asarray, outputs) if self._on_host else jax.device_get(outputs)
 
     def wait(self, step: InFlightStep) -> None:
         """Wait for a step whose results nobody wants."""

@@ -84,19 +84,13 @@ def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> lis
     """Read the results of `decode` for each row. places: of the rows in the results."""
     results = []
     columns = [x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted)]
+    rows = list(zip(*columns, strict=True))
     for index, row in zip(places, batch.rows, strict=True):
-        tokens, produced, proposed, accepted = (column[index] for column in columns)
-        tokens = tokens[:produced]
-        logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], tokens)
-        results.append(
-            SequenceOutput(
-                tokens,
-                logprobs,
-                num_draft_tokens=proposed,
-                num_accepted_tokens=accepted,
-                expert_load=_expert_load(output.experts, index),
-            )
-        )
+        tokens, produced, proposed, accepted = rows[index]
+        new = tokens[:produced]
+        logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], new)
+        load = _expert_load(output.experts, index)
+        results.append(SequenceOutput(new, logprobs, None, None, proposed, accepted, load))
     return results
 
 
