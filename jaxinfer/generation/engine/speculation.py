@@ -2,7 +2,7 @@
 
 from jaxinfer.compiled import Bucket, Costs
 
-RETRY = 64
+RETRY = 16
 """Output tokens after which speculation is retried for a request that it did not pay off for; doubled each time."""
 SMOOTHING = 0.3
 UNKNOWN_COST = 2.0

@@ -142,6 +142,15 @@ def test_speculation_that_does_not_pay_ends_and_is_tried_again():
     assert control.limit(300) == 7
 
 
+def test_speculation_in_vain_is_tried_ever_more_rarely():
+    control, tries = SpeculationControl(7), 0
+    for tokens in range(1024):
+        if control.limit(tokens):
+            tries += 1
+            control.record(passes=1, accepted=0, num_output_tokens=tokens, cost=1.5)
+    assert tries == 7  # after 0, 16, 48, 112, 240, 496 and 1008 tokens
+
+
 def test_costs_of_passes_are_told_apart():
     costs = PassCosts(Costs(), 7)
     plain, speculative = ((("batch", 4), ("speculative", count), ("pages", 8)) for count in (0, 7))
