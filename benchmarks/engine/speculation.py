@@ -10,7 +10,6 @@ from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
 
 NUM_SPECULATIVE_TOKENS = 7
-ROUNDS = 2  # per prompt
 
 # Prompts whose continuation repeats them.
 REPETITIVE = (
@@ -44,15 +43,15 @@ def decode_rates(
 
 def speculation(report: Report, settings: Settings) -> None:
     """Check the lower one of two models' geometric means over their prompts."""
-    source, rounds = random.Random(0), 1 if settings.quick else ROUNDS
+    source = random.Random(0)
     noise = [[source.randrange(3, VOCAB) for _ in range(64)] for _ in range(3)]
-    # name, model directory, repetitive prompts, unpredictable prompts, output tokens
+    # name, model directory, repetitive prompts, unpredictable prompts, output tokens, rounds of each prompt
     models = (
-        ("demo", settings.demo, REPETITIVE, UNPREDICTABLE, 256),
-        ("random", settings.random_model(), [prompt[:4] * 16 for prompt in noise], noise, 96),
+        ("demo", settings.demo, REPETITIVE, UNPREDICTABLE, 256, 10),  # of a quarter of a second
+        ("random", settings.random_model(), [prompt[:4] * 16 for prompt in noise], noise, 96, 2),
     )
     gains: dict[str, list[float]] = {"speculation_gain_repetitive": [], "speculation_worst": []}
-    for name, folder, repetitive, unpredictable, count in models:
+    for name, folder, repetitive, unpredictable, count, rounds in models:
         plain, speculating = (
             LLM(folder, dtype="float32", max_batch=1, context=512, num_speculative_tokens=size)
             for size in (0, NUM_SPECULATIVE_TOKENS)
@@ -63,7 +62,7 @@ def speculation(report: Report, settings: Settings) -> None:
             decode_rates(plain, speculating, prompts[0], SamplingParams(**options, seed=0), 1)  # learns passes' costs
             for seed, prompt in enumerate(prompts):
                 params = SamplingParams(**options, seed=seed)
-                without, drafted = decode_rates(plain, speculating, prompt, params, rounds)
+                without, drafted = decode_rates(plain, speculating, prompt, params, 1 if settings.quick else rounds)
                 ratios.append(drafted / without)
                 report.row(figure=figure, model=name, prompt=seed, without=round(without, 1), drafted=round(drafted, 1))
             gains[figure].append(statistics.geometric_mean(ratios))
