@@ -48,7 +48,7 @@ def speculation(report: Report, settings: Settings) -> None:
     # name, model directory, repetitive prompts, unpredictable prompts, output tokens, rounds of each prompt
     models = (
         ("demo", settings.demo, REPETITIVE, UNPREDICTABLE, 256, 10),  # of a quarter of a second
-        ("random", settings.random_model(), [prompt[:4] * 16 for prompt in noise], noise, 96, 2),
+        ("random", settings.random_model(), [prompt[:4] * 16 for prompt in noise], noise, 96, 4),  # of 3 s
     )
     gains: dict[str, list[float]] = {"speculation_gain_repetitive": [], "speculation_worst": []}
     for name, folder, repetitive, unpredictable, count, rounds in models:
