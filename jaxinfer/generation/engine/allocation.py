@@ -182,17 +182,16 @@ class Allocator:
 
     def missing_pages(self, allocation: Allocation, length: int) -> int:
         """Return how many pages the sequence lacks for this many tokens, or for as many as it can have."""
+        if length <= len(allocation.pages) * self.pages.page_size:  # nearly always: for each row of each step
+            return 0
         tokens = min(length, allocation.sequence.request.max_cached_tokens)
         return max(0, self.pages.pages_for(tokens) - len(allocation.pages))
 
     def extend(self, allocation: Allocation, length: int) -> bool:
         """Give the sequence pages for this many tokens; False, and nothing changes, if too few are free."""
-        if length <= len(allocation.pages) * self.pages.page_size:  # nearly always: for each row of each step
-            return True
-        missing = self.missing_pages(allocation, length)
-        if missing > self.pages.free:
-            return False
-        if missing:
+        if missing := self.missing_pages(allocation, length):
+            if missing > self.pages.free:
+                return False
             allocation.pages = allocation.pages + array("i", self.pages.allocate(missing))
         return True
 
