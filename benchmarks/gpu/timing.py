@@ -1,7 +1,8 @@
 """Times of operations on a GPU with a cold L2 cache, so that weights come from memory.
 
-One program calls the operation many times with different arguments. Large arguments (weights, caches) rotate through
-sets that together exceed the L2 cache; small ones (activations) differ in every call, so that XLA cannot merge two
+One program is a loop whose body calls the operation many times with different arguments. Large arguments (weights,
+caches) rotate through sets that together exceed the L2 cache; small ones (activations) differ in every call, and wait
+for the result of the call before: otherwise XLA merges products that share weights, and reads these once for several
 calls. The program is one CUDA graph whose kernels run serially, and it is launched several times before the host waits.
 """
 
@@ -13,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from benchmarks.kernel_cases import Case
 from jaxinfer.compiled import compiler_options
@@ -22,8 +25,10 @@ LARGE = 1 << 20
 """Bytes from which arrays rotate."""
 SETS_BYTES = 512 << 20
 """Total bytes of the sets of rotating arrays: ten times the L2 cache of an H200."""
-PROGRAM_SECONDS = 1e-3
-"""Minimum seconds of a launch, so that the host stays ahead of the GPU."""
+BODY_SECONDS = 1e-3
+"""Target seconds of one pass through the loop's body, against which the loop's own time is small."""
+PROGRAM_SECONDS = 5e-3
+"""Minimum seconds of a launch, so that the host stays ahead of the GPU: it handles hundreds of arguments."""
 ROUND_SECONDS = 15e-3
 """Target seconds of a round."""
 
@@ -98,11 +103,12 @@ def steady_state(launch: Callable[[], Any], calls: int, effort: Effort) -> Round
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The repetition of a case: `calls` per program, rotating through `sets` of the `large` argument leaves."""
+    """The repetition of a case: `loops` times `calls`, rotating through `sets` of the `large` argument leaves."""
 
     calls: int
     sets: int
     large: tuple[bool, ...]
+    loops: int = 1
 
     @classmethod
     def from_case(cls, case: Case, call_seconds: float, effort: Effort) -> "Plan":
@@ -111,8 +117,10 @@ class Plan:
         large = tuple(size >= LARGE for size in sizes)
         total = sum(size for size, rotates in zip(sizes, large, strict=True) if rotates)
         sets = min(-(-SETS_BYTES // total), effort.calls) if total else 1
-        calls = min(max(sets, round(PROGRAM_SECONDS / call_seconds)), effort.calls)
-        return cls(sets if all(large) else calls, sets, large)  # calls with only large arguments must differ in these
+        calls = min(max(sets, round(BODY_SECONDS / call_seconds)), effort.calls)
+        if all(large):
+            calls = sets  # calls with only large arguments must differ in these
+        return cls(calls, sets, large, 1 if effort.dry else max(1, round(PROGRAM_SECONDS / (calls * call_seconds))))
 
     def split(self, args: Any) -> tuple[list[Any], list[Any]]:
         """Split the arguments into small and large leaves."""
@@ -171,7 +179,7 @@ class Repeated:
             results, arguments.large = executable(arguments.small, arguments.large)
             return results
 
-        return steady_state(launch, self.plan.calls, effort)
+        return steady_state(launch, self.plan.calls * self.plan.loops, effort)
 
 
 def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
@@ -181,18 +189,33 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
       call: the function to call. If the case has a state, it returns a result and the new state.
 
     Returns:
-      A function that returns all results and the large arguments, with the state updated; and its arguments' shapes.
+      A function that returns the last loop's results and the large arguments, with the state updated; and its
+      arguments' shapes.
     """
 
     def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-        large, results = list(large), []
-        for index in range(plan.calls):
-            args = list(plan.join(small[index], large[index % plan.sets], case.args))
-            result = call(*args)
-            if case.state is not None:
-                result, args[case.state] = result
-                large[index % plan.sets] = plan.split(args)[1]
-            results.append(result)
+        def body(_: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            small, large, results = (list(part) for part in carry)
+            for index in range(plan.calls):
+                args = list(plan.join(small[index], large[index % plan.sets], case.args))
+                result = call(*args)
+                if case.state is not None:
+                    result, args[case.state] = result
+                    large[index % plan.sets] = plan.split(args)[1]
+                following = (index + 1) % plan.calls
+                if small[following]:
+                    small[following], result = lax.optimization_barrier((small[following], result))
+                else:
+                    place = following % plan.sets
+                    large[place], result = lax.optimization_barrier((large[place], result))
+                results[index] = result
+            return small, large, results
+
+        result = jax.eval_shape(call, *case.args)
+        empty = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result if case.state is None else result[0]
+        )
+        _, large, results = lax.fori_loop(0, plan.loops, body, (small, large, [empty] * plan.calls))
         return results, large
 
     small, large = plan.split(case.args)

@@ -91,24 +91,24 @@ def _case(**changes):
 
 def test_large_arguments_rotate_and_small_ones_do_not():
     plan = Plan.from_case(_case(), 1e-6, Effort(rounds=1, calls=8))
-    assert plan == Plan(calls=8, sets=8, large=(False, True))
+    assert plan == Plan(calls=8, sets=8, large=(False, True), loops=625)  # 5 ms
     assert Plan.from_case(_case(make=lambda key: _case().make(key)[1:]), 1e-6, Effort(rounds=1, calls=600)).calls == 512
     assert Plan.from_case(_case(make=lambda key: _case().make(key)[:1]), 1e-4, Effort(rounds=1)) == Plan(
-        10, 1, (False,)
+        10, 1, (False,), 5
     )
     args = _case().args
     assert plan.join(*plan.split(args), args) == args
 
 
 def test_the_state_of_each_set_goes_from_call_to_call():
-    case, plan = _case(), Plan(calls=5, sets=2, large=(False, True))
+    case, plan = _case(), Plan(calls=5, sets=2, large=(False, True), loops=3)
     arguments = Arguments.make(case, plan)
     before = [float(leaves[0][0]) for leaves in arguments.large]
     added = [float(leaves[0][0]) for leaves in arguments.small]
     program = Repeated(case, plan, case.call)
     program.compile()
     program.round(arguments, DRY)()
-    expected = [before[0] + sum(added[0::2]), before[1] + sum(added[1::2])]
+    expected = [before[0] + 3 * sum(added[0::2]), before[1] + 3 * sum(added[1::2])]
     assert [float(leaves[0][0]) for leaves in arguments.large] == pytest.approx(expected)
 
 
