@@ -10,6 +10,8 @@ from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
 from jaxinfer.pallas_kernels.weights import GROUP
 
+ROW_UNIT = 64
+"""Inputs of a resident row that a warp loads at once."""
 TILE_N = 64
 """Outputs of a thread block: four warps of 16 rows, the M of one mma.sync."""
 
@@ -145,11 +147,11 @@ def _cheapest_tiles(layer: FusedLinear) -> Tiles:
 def _tile_k(layer: FusedLinear) -> int:
     """Return the inputs of a stage.
 
-    Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory and
-    whose rows tiles must divide.
+    Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory.
+    Tiles divide a resident row, and hold whole units of what a warp loads of it.
     """
     tile_k = (128 if layer.x_resident else 256) * layer.operand.per_element // layer.operand.weights.itemsize
-    return math.gcd(tile_k, layer.inputs) if layer.x_resident else tile_k
+    return math.gcd(max(tile_k, ROW_UNIT), layer.inputs) if layer.x_resident else tile_k
 
 
 def _stage_bytes(layer: FusedLinear) -> int:
