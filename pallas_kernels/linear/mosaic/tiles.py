@@ -10,13 +10,12 @@ from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
 from jaxinfer.pallas_kernels.weights import GROUP
 
-ROW_UNIT = 64
-"""Inputs of a resident row that a warp loads at once."""
 TILE_N = 64
 """Outputs of a thread block: four warps of 16 rows, the M of one mma.sync."""
 
 _MAX_STAGES = 8
 _IN_FLIGHT = 65_536  # bytes that the pipelines of an SM should hold
+_BUSY_SMS = 0.9  # the part of the SMs that should have a thread block
 _OTHER_BYTES = 2048 + 1024  # of shared memory: Mosaic's reductions and alignment
 
 
@@ -104,8 +103,8 @@ def plan_layer(layer: FusedLinear) -> Plan:
 
 
 def choose_tiles(layer: FusedLinear) -> Tiles:
-    """Return the tuned tile sizes of these shapes, or else those of lowest estimated cost. Raises UnsupportedError."""
-    return _tuned_tiles(layer) or _cheapest_tiles(layer)
+    """Return the tuned tile sizes of these shapes, or else the default ones. Raises UnsupportedError."""
+    return _tuned_tiles(layer) or _default_tiles(layer)
 
 
 def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
@@ -122,36 +121,42 @@ def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
     return tiles
 
 
-def _cheapest_tiles(layer: FusedLinear) -> Tiles:
-    """Return the split of lowest estimated cost, with as many stages as there is shared memory for."""
+def _default_tiles(layer: FusedLinear) -> Tiles:
+    """Return the fewest splits that give most SMs a thread block, with as many stages as there is shared memory for.
+
+    Fewer blocks of more inputs were faster on an H100 in 17 of 19 layers (benchmarks/results/gpu/h100): each split more
+    writes and reads partial sums, and a resident x is prepared by every block.
+    """
     gpu, tile_k = target_gpu(), _tile_k(layer)
     tiles_n, tiles_k, stage_bytes = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k), _stage_bytes(layer)
-    candidates: list[tuple[int, Tiles]] = []
+    possible: list[Tiles] = []
     for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
         iterations = pl.cdiv(tiles_k, split)
+        if (split - 1) * iterations >= tiles_k:  # one would have no inputs
+            continue
         fixed_bytes = _fixed_bytes(layer, iterations * tile_k)
         for blocks in (2, 1):  # per SM
             stages = min(_MAX_STAGES, (gpu.shared_bytes_of(blocks) - fixed_bytes) // stage_bytes)
             if stages * stage_bytes * blocks >= _IN_FLIGHT:
-                cost = _cost(tiles_n * split, gpu.sms, blocks) * (iterations + (4 if layer.x_resident else 1))
-                candidates.append((cost, Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split)))
+                possible.append(Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split))
                 break
-    if not candidates:
+        if possible and tiles_n * split >= _BUSY_SMS * gpu.sms:
+            break
+    if not possible:
         raise UnsupportedError(
             f"{layer.columns} rows of {layer.inputs} inputs leave no room for weights in {gpu.shared_bytes} bytes of "
             "shared memory"
         )
-    return min(candidates, key=lambda candidate: candidate[0])[1]
+    return possible[-1]
 
 
 def _tile_k(layer: FusedLinear) -> int:
-    """Return the inputs of a stage.
+    """Return the inputs of a stage: 16 KB of weights, which need few instructions per byte.
 
-    Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory.
-    Tiles divide a resident row, and hold whole units of what a warp loads of it.
+    Tiles divide a resident row.
     """
-    tile_k = (128 if layer.x_resident else 256) * layer.operand.per_element // layer.operand.weights.itemsize
-    return math.gcd(max(tile_k, ROW_UNIT), layer.inputs) if layer.x_resident else tile_k
+    tile_k = 256 * layer.operand.per_element // layer.operand.weights.itemsize
+    return math.gcd(tile_k, layer.inputs) if layer.x_resident else tile_k
 
 
 def _stage_bytes(layer: FusedLinear) -> int:
@@ -167,13 +172,3 @@ def _fixed_bytes(layer: FusedLinear, inputs: int) -> int:
     results_and_residual = layer.columns * TILE_N * (3 * 2 + 2 * layer.operand.dtype.itemsize)
     x = layer.resident_rows * layer.resident_row_size(inputs) * layer.operand.x.itemsize if layer.x_resident else 0
     return results_and_residual + x + _OTHER_BYTES
-
-
-def _cost(blocks: int, sms: int, per_sm: int) -> int:
-    """Return the time of `blocks` thread blocks, `per_sm` at once on each SM, in thread blocks at full bandwidth.
-
-    Full waves run at full bandwidth. A partial last wave takes as long as its own bytes, but at least as long as
-    four thread blocks on three SMs, which is the least that can saturate memory.
-    """
-    waves, rest = divmod(blocks, capacity := sms * per_sm)
-    return waves * capacity + (max(rest, min(capacity, sms * 4 // 3)) if rest else 0)
