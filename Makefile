@@ -10,7 +10,7 @@ SLOW_SHARES := 8
 
 .PHONY: demo docs test interpreted slow slow-share aot newest peers lint types contracts clean
 
-demo: .venv/.base
+demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
 	  --prompt $$'    def test_read(self):\n        with open(self.path) as f:\n'
 
@@ -64,6 +64,11 @@ clean:
 
 .venv/.base: .venv/pyvenv.cfg pyproject.toml constraints.txt
 	@./pip-install .venv -e . -c constraints.txt
+	@touch $@
+
+# The CPU kernels, while people wait for pip anyway; without a compiler it says so, and XLA runs.
+.venv/.kernels: .venv/.base $(wildcard pallas_kernels/cpu/* pallas_kernels/*/cpu/*)
+	@.venv/bin/python -m jaxinfer.compiled.cpu_build
 	@touch $@
 
 .venv/.dev: .venv/.base

@@ -4,3 +4,7 @@
 format of `report.py`. Other engines run in their own processes and their own interpreter (`peers/`, `make peers`).
 Start at `cpu_decode/`.
 """
+
+import os
+
+os.environ.setdefault("JAXINFER_CPU_LIBRARY", "1")  # figures are of CPU kernels: wait until they are compiled

@@ -71,6 +71,7 @@ def cache_folder(tmp_path_factory, pytestconfig):
     They cannot be kept where a file is in the way: so no test, nor a process that it starts, decides by what another
     has measured.
     """
+    from jaxinfer.compiled.cpu_library import forget_failures
     from tests.kernels.cpu_levels import has_compiler
 
     patch = pytest.MonkeyPatch()
@@ -83,6 +84,9 @@ def cache_folder(tmp_path_factory, pytestconfig):
     patch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured" if has_compiler() else "0")
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):  # C++ is compiled once for all runs, and by its digest
         patch.setenv("JAXINFER_CPU_LIBRARY_FOLDER", str(pytestconfig.cache.mkdir("cpu_kernels")))
+        if not (folder / "failures_forgotten").exists():  # of earlier runs
+            (folder / "failures_forgotten").touch()
+            forget_failures()
     yield
     patch.undo()
 

@@ -5,6 +5,7 @@ a processor lists and lacks would make it, or hang, without harm to the process 
 models call them, so that nothing here depends on how the kernels take their arguments.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -46,6 +47,15 @@ ROUNDS = 7
 TURN_SECONDS = 0.015
 DOUBTLESS = (4.0, 4.0, 1.5)
 """How many times as fast as the other, in all rounds, a product is that is measured no further after 1, 2, 3 rounds."""
+
+TURNS_SECONDS = 0.4
+"""Seconds of turns after which three rounds are enough."""
+
+_QUICKLY: dict[str, str | bool | int] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""Options of a program that runs once, and would be compiled for longer than it runs."""
 
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-2, "uint16": 2e-3}
 """Largest errors, relative to the largest value, by the dtype of a matrix or cache. int8 rounds both sides; int4 leaves
@@ -114,7 +124,8 @@ def _results(compared: list[Case], library: Library | None) -> list[Any]:
         return [call(*args) for call, args in zip(calls, arguments, strict=True)]
 
     with use_library(library):
-        return jax.device_get(jax.jit(run)([case.args for case in compared]))
+        lowered = jax.jit(run).lower([case.args for case in compared])
+    return jax.device_get(lowered.compile(_QUICKLY)([case.args for case in compared]))
 
 
 def _error(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -234,31 +245,24 @@ def _attention_case(rng: np.random.Generator, dtype: str, tokens: int, rows_dtyp
 def limits(library: Library, *, seconds: float = MEASURE_SECONDS) -> dict[str, int]:
     """Measure up to how many rows each format's products are the library's; 0 for formats without kernels.
 
-    A number of rows counts by the logarithm of how much faster the library is, so that one that others' load has
-    disturbed does not decide. Up to `DEFAULT_ROWS` XLA, and beyond the library, must be clearly faster. In formats for
-    which there was no time the limit is `DEFAULT_ROWS`.
+    Up to `DEFAULT_ROWS` XLA, and beyond the library, must be clearly faster. In formats for which there was no time the
+    limit is `DEFAULT_ROWS`.
     """
     end = time.monotonic() + seconds
     return {dtype: _limit(library, dtype, end) for dtype in FORMATS}
 
 
 def _limit(library: Library, dtype: str, end: float) -> int:
-    """Return the number of rows up to which the gains have the largest sum."""
-    most, total, largest = 0, 0.0, 0.0
-    for rows in ROWS:
-        gain = _gain(library, dtype, rows, end)
-        if gain is None or (rows > DEFAULT_ROWS and gain < 0):
-            break
-        total += gain
-        if total >= largest:
-            most, largest = rows, total
-    return most
+    """Return the most rows at which the library is faster, by bisection: with more rows it gains less."""
+    slower = bisect.bisect_left(ROWS, True, key=lambda rows: _gain(library, dtype, rows, end) < 0)
+    return ROWS[slower - 1] if slower else 0
 
 
-def _gain(library: Library, dtype: str, rows: int, end: float) -> float | None:
+def _gain(library: Library, dtype: str, rows: int, end: float) -> float:
+    """Return the logarithm of how much faster the library is, less what it must be; negative if XLA is to run."""
     times = ([1.0], [1.0]) if time.monotonic() > end else _times(library, dtype, rows)
     if times is None:
-        return None
+        return -math.inf
     ratios = [math.log(statistic(times[1]) / statistic(times[0])) for statistic in (statistics.median, min)]
     margin = -math.log(CLEARLY_FASTER)
     return max(ratios) + margin if rows <= DEFAULT_ROWS else min(ratios) - margin
@@ -279,11 +283,14 @@ def _times(library: Library, dtype: str, rows: int) -> tuple[list[float], list[f
     for program in programs:
         jax.block_until_ready(program(x, matrices[0]))
     ours, theirs, in_turn = [], [], itertools.cycle(matrices)
+    begin = time.monotonic()
     for rounds in range(1, ROUNDS + 1):
         for program, times in zip(programs, (ours, theirs), strict=True):
             times.append(_time(program, x, in_turn))
         clearly = DOUBTLESS[min(rounds, len(DOUBTLESS)) - 1]
         if min(ours) > clearly * max(theirs) or min(theirs) > clearly * max(ours):
+            break
+        if rounds >= 3 and time.monotonic() - begin > TURNS_SECONDS:
             break
     return ours, theirs
 

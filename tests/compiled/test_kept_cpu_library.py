@@ -1,9 +1,11 @@
 """The library of CPU kernels is compiled once for a machine, and left out, with a reason, where that does not work."""
 
 import errno
+import functools
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import cpu_checks, cpu_library, spec
-from jaxinfer.compiled.cpu_library import find_library, library_state
+from jaxinfer.compiled.cpu_library import LibraryState, begin_library, find_library, forget_failures, library_state
 from jaxinfer.disk_cache import KeptFiles
 from jaxinfer.pallas_kernels.cpu.build import LEVELS
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS
@@ -30,6 +32,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXINFER_CPU_LIBRARY_FOLDER", raising=False)
     monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "unmeasured")
     monkeypatch.setattr(cpu_library, "_states", [])
+    monkeypatch.setattr(cpu_library, "_builders", [])
     return tmp_path / "cache" / "cpu_kernels"
 
 
@@ -94,8 +97,6 @@ def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert find_library(folder=ROOM).library is None
-    monkeypatch.setattr(cpu_library, "FOLDER", ROOM)
-    monkeypatch.setattr(cpu_library.find_library, "__kwdefaults__", {"folder": ROOM, "seconds": 5})
     with caplog.at_level(logging.WARNING, "jaxinfer.compiled"):
         assert library_state().library is library_state().library is None
     (message,) = [record.message for record in caplog.records]
@@ -104,33 +105,151 @@ def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monke
     assert str(library_state()).startswith("none: there is no C++ compiler")
 
 
-def test_a_failure_of_the_compiler_is_remembered_for_a_while(tmp_path, monkeypatch, folder):
+def test_an_error_of_the_compiler_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "sys.exit('a.cc:1: error: wrong')")
     monkeypatch.setenv("CXX", path)
+    monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "")
+    monkeypatch.setattr(cpu_library, "START_SECONDS", 300.0)
     for _ in range(2):
         state = find_library(folder=ROOM)
         assert state.library is None
-        assert state.reason == f"{path} fails: a.cc:1: error: wrong"
+        assert state.reason.startswith(f"{path} fails: a.cc:1: error: wrong (tried again after a day")
         assert log.read_text() == "compiled\n"
-    monkeypatch.setattr(cpu_library, "RETRY_SECONDS", 0.0)
+    forget_failures()
     assert find_library(folder=ROOM).library is None
     assert log.read_text() == 2 * "compiled\n"
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    ["sys.exit('c++: fatal error: Killed signal terminated program cc1plus')", "import os; os.kill(os.getpid(), 9)"],
+)
+def test_what_may_be_otherwise_the_next_time_is_not_remembered(compiles, tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, compiles)
+    monkeypatch.setenv("CXX", path)
+    for tries in (1, 2):
+        assert "ails" in find_library(folder=ROOM).reason
+        assert log.read_text() == tries * "compiled\n"
+    assert not [file for file in folder.iterdir() if file.name != ".lock"]
+
+
+@needs_compiler
+def test_a_slow_compiler_is_waited_for(tmp_path, monkeypatch, folder):
+    """Only CPU time is limited."""
+    path, _ = compiler(tmp_path, f"time.sleep(2); {forwarding()}")
+    monkeypatch.setenv("CXX", path)
+    monkeypatch.setattr(cpu_library, "CPU_SECONDS", 30.0)
+    assert find_library(folder=ROOM).reason == ""
+
+
+def test_a_compiler_that_uses_too_much_time_is_given_up(tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, "while True: pass")
+    monkeypatch.setenv("CXX", path)
+    monkeypatch.setattr(cpu_library, "CPU_SECONDS", 1.0)
+    assert find_library(folder=ROOM).reason == f"{path} fails: signal {signal.SIGKILL:d}"
+    assert log.read_text() == "compiled\n"
 
 
 def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "time.sleep(600)")
     monkeypatch.setenv("CXX", path)
-    state = find_library(folder=ROOM, seconds=1)
+    monkeypatch.setattr(cpu_library, "GIVE_UP_SECONDS", 1.0)
+    state = find_library(folder=ROOM)
     assert state.library is None
-    assert "took longer than 1 s" in state.reason
+    assert state.reason == f"{path} took longer than 1 s"
     assert log.read_text() == "compiled\n"
+
+
+@needs_compiler
+def test_a_process_decides_once_and_the_next_one_finds_what_was_compiled_meanwhile(tmp_path, monkeypatch, folder):
+    go = tmp_path / "go"
+    path, log = compiler(
+        tmp_path, f"import os\n    while not os.path.exists({str(go)!r}): time.sleep(0.05)\n    {forwarding()}"
+    )
+    monkeypatch.setenv("CXX", path)
+    monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "")
+    monkeypatch.setattr(cpu_library, "START_SECONDS", 0.2)
+    monkeypatch.setattr(cpu_library, "find_library", functools.partial(find_library, folder=ROOM))
+    begin_library(folder=ROOM)
+    state = library_state()
+    assert state.library is None
+    assert "compiled in the background" in state.reason
+    (builder,) = cpu_library._builders
+    assert os.getpgid(builder.pid) != os.getpgid(0)  # a Ctrl-C here does not reach it
+    go.touch()
+    assert builder.wait(300) == 0
+    assert library_state() is state  # of all later calls of this process
+    cpu_library._states.clear()
+    assert library_state().reason == ""  # of the next process
+    assert log.read_text() == "compiled\n"
+
+
+@needs_compiler
+def test_nothing_of_the_current_folder_is_executed(tmp_path, monkeypatch, folder):
+    """A folder that a program is started in may hold anything, such as a downloaded model's files."""
+    path, _ = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    there = tmp_path / "there"
+    there.mkdir()
+    for name in ("statistics", "numpy", "jax", "bisect"):
+        (there / f"{name}.py").write_text("open('executed', 'w').close()")
+    monkeypatch.chdir(there)
+    assert find_library(folder=ROOM).reason == ""
+    assert not (there / "executed").exists()
+
+
+@pytest.mark.parametrize("command", ["g++ 'x", sys.executable, "/bin/true", "/bin/false", "/nowhere/c++"])
+def test_what_is_no_compiler_leaves_the_library_out(command, monkeypatch, folder):
+    monkeypatch.setenv("CXX", command)
+    state = find_library(folder=ROOM)
+    assert state.library is None
+    assert state.reason
+    assert "\n" not in state.reason
+
+
+@needs_compiler
+@pytest.mark.parametrize("record", [b"[]", b"{}", b"no JSON", b'{"failure": 1}', b'{"compiler": "c", "time": "t"}'])
+def test_a_record_of_something_else_counts_as_none(record, tmp_path, monkeypatch, folder):
+    path, _ = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    files = KeptFiles(folder, max_bytes=1 << 20)
+    maker = cpu_library._Maker(cpu_library.find_compiler(), ROOM, None)
+    files.write(maker.name, record)
+    assert maker.kept() is None
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_compiled_once(tmp_path, monkeypatch, folder):
+    """As where memory cannot be executed."""
+    path, log = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+
+    def load(library, content):
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(cpu_library, "load_library", load)
+    assert "cannot be loaded" in find_library(folder=ROOM).reason
+    assert "cannot be loaded" in cpu_library._Maker(cpu_library.find_compiler(), ROOM, None).kept().reason
+    assert log.read_text() == "compiled\n"
+
+
+@needs_compiler
+def test_the_environment_names_an_instruction_set(tmp_path, monkeypatch, folder):
+    path, _ = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    monkeypatch.setenv("JAXINFER_CPU_LEVEL", "generic")
+    assert find_library(folder=ROOM).library.level == "generic"
+    monkeypatch.setenv("JAXINFER_CPU_LEVEL", "avx3")
+    with pytest.raises(ValueError, match=r"JAXINFER_CPU_LEVEL must be one of amx, .*, generic, got 'avx3'\."):
+        find_library(folder=ROOM)
 
 
 def test_another_process_that_does_not_end_is_not_waited_for(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "sys.exit(1)")
     monkeypatch.setenv("CXX", path)
+    monkeypatch.setattr(cpu_library, "GIVE_UP_SECONDS", 0.1)
     with KeptFiles(folder, max_bytes=1).locked(seconds=5):
-        assert "lock" in find_library(folder=ROOM, seconds=0.1).reason
+        assert "lock" in find_library(folder=ROOM).reason
     assert not log.read_text()
 
 
@@ -158,7 +277,7 @@ def test_where_nothing_can_be_kept_xla_runs(place, tmp_path, monkeypatch, folder
 
 
 @needs_compiler
-def test_a_check_that_crashes_leaves_the_library_out(tmp_path, monkeypatch, folder):
+def test_a_check_that_fails_leaves_the_library_out(tmp_path, monkeypatch, folder):
     path, _ = compiler(tmp_path, forwarding())
     monkeypatch.setenv("CXX", path)
     monkeypatch.setattr(cpu_library, "_CHECKS", "jaxinfer.compiled.no_such_module")
@@ -167,6 +286,19 @@ def test_a_check_that_crashes_leaves_the_library_out(tmp_path, monkeypatch, fold
     assert state.reason.startswith("the kernels cannot be checked")
     assert "no_such_module" in state.reason
     assert len(list(folder.iterdir())) == 2  # the record, and the lock
+
+
+@needs_compiler
+def test_a_check_that_is_given_up_leaves_what_was_compiled(tmp_path, monkeypatch, folder):
+    path, log = compiler(tmp_path, forwarding())
+    monkeypatch.setenv("CXX", path)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            cpu_library._Maker, "_checked", lambda maker, record: cpu_library.run([["sleep", "9"]], seconds=0.1)
+        )
+        assert "took longer" in find_library(folder=ROOM).reason
+    assert find_library(folder=ROOM).reason == ""
+    assert log.read_text() == "compiled\n"
 
 
 @needs_compiler
@@ -188,8 +320,8 @@ def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch, fol
 
 def test_a_process_without_a_library(monkeypatch):
     monkeypatch.setenv("JAXINFER_CPU_LIBRARY", "0")
-    assert find_library(folder=ROOM) == cpu_library.LibraryState()
-    assert str(cpu_library.LibraryState()) == "none"
+    assert find_library(folder=ROOM) == LibraryState()
+    assert str(LibraryState()) == "none"
 
 
 def test_an_unknown_setting_is_refused(monkeypatch):
@@ -228,14 +360,6 @@ def test_beyond_the_default_it_must_be_clearly_faster_and_below_it_may_be_a_litt
     monkeypatch.setattr(cpu_checks, "_times", lambda library, dtype, rows: None)  # the library refuses
     assert set(cpu_checks.limits(None).values()) == {0}
     assert set(cpu_checks.limits(None, seconds=-1).values()) == {DEFAULT_ROWS}  # there was no time
-
-
-def test_a_number_of_rows_that_was_disturbed_does_not_decide(monkeypatch):
-    def times(library, dtype, rows):
-        return ([2.0], [1.0]) if rows == 1 else ([1.0, 1.0, 1.0], [1.5, 1.0, 1.5]) if rows < 64 else ([1.0], [2.0])
-
-    monkeypatch.setattr(cpu_checks, "_times", times)
-    assert set(cpu_checks.limits(None).values()) == {128}
 
 
 def test_products_are_measured(monkeypatch):

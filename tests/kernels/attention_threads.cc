@@ -121,10 +121,9 @@ class Case {
                          shape_.page_size, shape_.kv_heads, shape_.head_dim};
     const Positions rows{positions_.data(), table_.data(), shape_.batch, shape_.tokens, shape_.width};
     const HeadOptions head{norm_.data(), norm_.data(), 1e-6f, angles_.data(), angles_.data(), half_};
-    const Heads<T> heads{qkv_.data(), shape_.kv_heads, shape_.group + 2, shape_.head_dim, head};
+    const Heads heads{qkv_.data(), sizeof(T) == 2, shape_.kv_heads, shape_.group + 2, shape_.head_dim, head};
     store_all(pool, heads, cache, rows);
-    PagedAttention<T, C>(heads, shape_.group, cache, rows, {0.1f, shape_.window, 20.0f, slopes_.data()},
-                         result.data())
+    PagedAttention<C>(heads, shape_.group, cache, rows, {0.1f, shape_.window, 20.0f, slopes_.data()}, result.data())
         .run(pool);
     return result;
   }

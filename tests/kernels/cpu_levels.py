@@ -89,9 +89,9 @@ def _built(level: str, included: Path | None = None) -> Library:
         options = ["-include", str(included)]
     library = Library(digest=digest, level=level, functions=handlers())
     files = library_files()
-    with files.locked(seconds=300):
+    with files.locked(seconds=3600):
         if (content := files.get(library.digest)) is None:
-            content = build(compiler, level, seconds=200, options=options)
+            content = build(compiler, level, seconds=3600, options=options)
             files.write(library.digest, content)
     load_library(library, content)
     return library

@@ -9,6 +9,7 @@ from jaxinfer.disk_cache.processor import cpu_fields
 from jaxinfer.pallas_kernels.cpu.build import FOLDER, BuildError, find_compiler, level_options, levels_of, run
 from tests.kernels.cpu_levels import EMULATED_LEVEL, EMULATION
 
+SHARED = [str(FOLDER / "cpu" / name) for name in ("activations.cc", "rows.cc")]
 HARNESSES = ("cpu_harness.cc", "attention_threads.cc")
 OPTIONS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-pthread"]
 # gcc's own headers leave vectors undefined.
@@ -37,7 +38,7 @@ def test_kernels_are_clean(harness, level, emulation, sanitizer, tmp_path):
     options += emulation
     if "address" in sanitizer:
         options.append("-DJAXINFER_EXACT_BUFFERS")
-    run([[*options, *WARNINGS, str(Path(__file__).with_name(harness)), "-o", str(program)]], seconds=300)
+    run([[*options, *WARNINGS, str(Path(__file__).with_name(harness)), *SHARED, "-o", str(program)]], seconds=300)
     assert run([[str(program)]], seconds=300) == ["right\n"]
 
 
@@ -49,5 +50,5 @@ def test_kernels_are_right_on_arm(harness, tmp_path):
         pytest.skip("this needs Debian's g++-aarch64-linux-gnu and qemu-user-static")
     program = str(tmp_path / "harness")
     options = ["-std=c++17", "-O3", "-pthread", "-static", f"-I{FOLDER}", *WARNINGS]
-    run([[compiler, *options, str(Path(__file__).with_name(harness)), "-o", program]], seconds=300)
+    run([[compiler, *options, str(Path(__file__).with_name(harness)), *SHARED, "-o", program]], seconds=300)
     assert run([[emulator, program]], seconds=300) == ["right\n"]

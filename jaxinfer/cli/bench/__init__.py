@@ -75,7 +75,9 @@ def latency(
     check_files(json_file, plot)
     check_length(prompt_tokens, output_tokens, check_context(read_config(model), context))
     from jaxinfer.cli.bench import measure, report, tables
+    from jaxinfer.compiled.cpu_library import build_library
 
+    build_library()
     llm = load_llm(ctx, max_batch=max(batches))
     with long_work("rounds", total=len(batches) * (warmup + rounds)) as work:
         results, warm_up = measure.measure_latency(
@@ -149,6 +151,7 @@ def throughput(
 
     from jaxinfer.cli.bench import measure, report, tables
     from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
+    from jaxinfer.compiled.cpu_library import build_library
 
     rng = np.random.default_rng(seed)
     if prompts_file is None:
@@ -160,6 +163,7 @@ def throughput(
     for number, request in enumerate(workload, 1):
         check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
 
+    build_library()
     llm = load_llm(ctx, max_batch=max_batch)
     with long_work("warm-up, then output tokens", total=sum(r.output_tokens for r in workload)) as work:
         # Another seed, so that the warm-up leaves none of these prompts in the prefix cache.

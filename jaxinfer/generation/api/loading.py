@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
+from jaxinfer.compiled.cpu_library import begin_library
 from jaxinfer.generation.api.build import (
     ModelOptions,
     build_engine,
@@ -106,6 +107,7 @@ def load_decoder(
     mesh, rules = build_mesh(mesh, rules)
     if "kernels" not in engine_options:
         warn_of_unmeasured_kernels()
+    begin_library()
     opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
         raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
@@ -208,6 +210,7 @@ def load_image_embedder(
     level, kernels = check("level", options.get("level", 0), int), check("kernels", options.get("kernels", True), bool)
     if "kernels" not in options:
         warn_of_unmeasured_kernels()
+    begin_library()
     opened = open_model(resolve(path), dtype=dtype, quantize=quantize)
     config = opened.config
     assert isinstance(config, ViTConfig)

@@ -25,7 +25,7 @@ struct Call {
   void* pages[4];  // k, v and their scales
   void* result;
 
-  template <typename T, typename C>
+  template <typename C>
   void run(bool stores) {
     const auto shape = k.dimensions();
     const auto batch = positions.dimensions();
@@ -36,25 +36,20 @@ struct Call {
     const Positions rows{given<int32_t>(positions), given<int32_t>(page_table), batch[0], batch[1],
                          page_table.dimensions()[1]};
     const int64_t heads_of_each = heads.dimensions()[2] / (shape[2] * shape[3]);
-    const Heads<T> all{given<T>(heads), shape[2], heads_of_each, shape[3], head_options};
+    const Heads all{heads.untyped_data(), heads.element_type() == ffi::BF16, shape[2], heads_of_each, shape[3],
+                    head_options};
     if (stores) store_all(pool, all, cache, rows);
-    PagedAttention<T, C>(all, stores ? heads_of_each - 2 : heads_of_each, cache, rows, score_options,
-                         static_cast<T*>(result))
-        .run(pool);
+    PagedAttention<C>(all, stores ? heads_of_each - 2 : heads_of_each, cache, rows, score_options, result).run(pool);
   }
 
   ffi::Error dispatch(bool stores) {
     const auto type = heads.element_type(), stored = k.element_type();
     if (type == ffi::F32 && stored == ffi::F32) {
-      run<float, float>(stores);
-    } else if (type == ffi::F32 && stored == ffi::BF16) {
-      run<float, bfloat16>(stores);
-    } else if (type == ffi::F32 && stored == ffi::S8) {
-      run<float, int8_t>(stores);
-    } else if (type == ffi::BF16 && stored == ffi::BF16) {
-      run<bfloat16, bfloat16>(stores);
-    } else if (type == ffi::BF16 && stored == ffi::S8) {
-      run<bfloat16, int8_t>(stores);
+      run<float>(stores);
+    } else if ((type == ffi::F32 || type == ffi::BF16) && stored == ffi::BF16) {
+      run<bfloat16>(stores);
+    } else if ((type == ffi::F32 || type == ffi::BF16) && stored == ffi::S8) {
+      run<int8_t>(stores);
     } else {
       return ffi::Error::InvalidArgument(
           "attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8");

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "attention/cpu/heads.h"
@@ -189,13 +190,13 @@ struct Softmax {
   }
 };
 
-// Attention of queries T to pages of C.
-template <typename T, typename C>
+// Attention to pages of C.
+template <typename C>
 class PagedAttention {
  public:
-  // heads: of which the first `group` of each KV head are queries. result: [B, T, Hkv * G, K].
-  PagedAttention(const Heads<T>& heads, int64_t group, const Pages<C>& pages, const Positions& rows,
-                 const ScoreOptions& options, T* result)
+  // heads: of which the first `group` of each KV head are queries. result: [B, T, Hkv * G, K] in their dtype.
+  PagedAttention(const Heads& heads, int64_t group, const Pages<C>& pages, const Positions& rows,
+                 const ScoreOptions& options, void* result)
       : heads_(heads),
         group_(group),
         pages_(pages),
@@ -208,8 +209,8 @@ class PagedAttention {
 
   template <typename Pool>
   void run(Pool& pool) {
-    std::fill(result_, result_ + rows_.batch * rows_.tokens * pages_.kv_heads * group_ * pages_.head_dim,
-              from_float<T>(0.0f));
+    const int64_t size = rows_.batch * rows_.tokens * pages_.kv_heads * group_ * pages_.head_dim;
+    std::memset(result_, 0, size * (heads_.is_bfloat16 ? sizeof(bfloat16) : sizeof(float)));
     plan();
     // Of tasks that follow one another, each has the next one's first keys fetched.
     parallel_ranges(pool, static_cast<int64_t>(tasks_.size()), 1, [&](int64_t begin, int64_t end) {
@@ -544,17 +545,23 @@ class PagedAttention {
           store(sums + d, multiply_add(broadcast(factor), part, load(sums + d)));
         }
       }
-      T* y = result_ + ((token * pages_.kv_heads + head) * group_ + r % group_) * pages_.head_dim;
-      for (int64_t d = 0; d < pages_.head_dim; ++d) y[d] = from_float<T>(sums[d] / total);
+      const int64_t at = ((token * pages_.kv_heads + head) * group_ + r % group_) * pages_.head_dim;
+      heads_.is_bfloat16 ? write_result<bfloat16>(at, sums, total) : write_result<float>(at, sums, total);
     }
   }
 
-  Heads<T> heads_;
+  template <typename T>
+  void write_result(int64_t at, const float* sums, float total) const {
+    T* y = static_cast<T*>(result_) + at;
+    for (int64_t d = 0; d < pages_.head_dim; ++d) y[d] = from_float<T>(sums[d] / total);
+  }
+
+  Heads heads_;
   int64_t group_;
   Pages<C> pages_;
   Positions rows_;
   ScoreOptions options_;
-  T* result_;
+  void* result_;
   int64_t stride_, block_tokens_, task_heads_;
   std::vector<Block> blocks_;
   std::vector<Task> tasks_;

@@ -44,26 +44,40 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half) {
   }
 }
 
-// Heads of T, of which those of one KV head lie beside each other: [B * T, Hkv, count, K].
-template <typename T>
+// Heads in float32 or bfloat16, of which those of one KV head are adjacent: [B * T, Hkv, count, K].
+//
+// Their dtype is known at run time only: what depends on it is short, and what does not is compiled once.
 struct Heads {
-  const T* data;
+  const void* data;
+  bool is_bfloat16;
   int64_t kv_heads, count, head_dim;
   HeadOptions options;
 
   // Reads a query (as of q_norm) or a key (k_norm), normalised and rotated, as floats.
   void read(int64_t token, int64_t kv_head, int64_t index, const float* norm, float* y) const {
     copy(token, kv_head, index, y);
-    if (norm != nullptr) normalize<T>(y, norm, options.eps, head_dim);
-    if (options.half > 0) {
-      rotate<T>(y, options.cos + token * options.half, options.sin + token * options.half, options.half);
-    }
+    is_bfloat16 ? prepare<bfloat16>(token, norm, y) : prepare<float>(token, norm, y);
   }
 
   // Reads a head as it is.
   void copy(int64_t token, int64_t kv_head, int64_t index, float* y) const {
-    const T* x = data + ((token * kv_heads + kv_head) * count + index) * head_dim;
+    const int64_t at = ((token * kv_heads + kv_head) * count + index) * head_dim;
+    is_bfloat16 ? copy_floats<bfloat16>(at, y) : copy_floats<float>(at, y);
+  }
+
+ private:
+  template <typename T>
+  void copy_floats(int64_t at, float* y) const {
+    const T* x = static_cast<const T*>(data) + at;
     for (int64_t i = 0; i < head_dim; ++i) y[i] = to_float(x[i]);
+  }
+
+  template <typename T>
+  void prepare(int64_t token, const float* norm, float* y) const {
+    if (norm != nullptr) normalize<T>(y, norm, options.eps, head_dim);
+    if (options.half > 0) {
+      rotate<T>(y, options.cos + token * options.half, options.sin + token * options.half, options.half);
+    }
   }
 };
 
@@ -96,8 +110,8 @@ struct Positions {
 };
 
 // Writes the keys and values of some KV heads into float pages.
-template <typename T, typename C>
-void store_heads(const Heads<T>& heads, const Pages<C>& pages, const Positions& rows, int64_t begin, int64_t end) {
+template <typename C>
+void store_heads(const Heads& heads, const Pages<C>& pages, const Positions& rows, int64_t begin, int64_t end) {
   Buffer<float> x(heads.head_dim);
   for (int64_t token = 0; token < rows.batch * rows.tokens; ++token) {
     const int64_t page = rows.page(token, pages);
@@ -174,9 +188,8 @@ struct Int8Writer {
 };
 
 // Writes the keys and values of some KV heads into int8 pages.
-template <typename T>
-void store_heads(const Heads<T>& heads, const Pages<int8_t>& pages, const Positions& rows, int64_t begin,
-                 int64_t end) {
+inline void store_heads(const Heads& heads, const Pages<int8_t>& pages, const Positions& rows, int64_t begin,
+                        int64_t end) {
   const int64_t count = rows.batch * rows.tokens, size = heads.head_dim;
   std::vector<float> x(count * size);
   for (int64_t head = begin; head < end; ++head) {
@@ -190,8 +203,8 @@ void store_heads(const Heads<T>& heads, const Pages<int8_t>& pages, const Positi
 }
 
 // Writes the keys and values of all tokens, as `store_kv`. Tasks are KV heads, as those of int8 pages share scales.
-template <typename Pool, typename T, typename C>
-void store_all(Pool& pool, const Heads<T>& heads, const Pages<C>& pages, const Positions& rows) {
+template <typename Pool, typename C>
+void store_all(Pool& pool, const Heads& heads, const Pages<C>& pages, const Positions& rows) {
   constexpr int64_t kSmall = 1 << 15;  // numbers that are written before other threads would have begun
   if (rows.batch * rows.tokens * pages.stride() <= kSmall) return store_heads(heads, pages, rows, 0, pages.kv_heads);
   parallel_for(pool, pages.kv_heads, [&](int64_t head) { store_heads(heads, pages, rows, head, head + 1); });
