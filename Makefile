@@ -5,8 +5,18 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell ./find-python)
 
-# Shares of the slow tests: so many that one takes at most 12 minutes on 2 cores.
+# make test TESTS=tests/serving runs a part: files, folders, or any other arguments of pytest.
+TESTS ?=
+
+# A commit is checked by one share of what takes long, which its hash chooses. SHARES=all runs all of them.
+SHARES ?=
 SLOW_SHARES := 8
+AOT_SHARES := 4
+NEWEST_SHARES := 4
+COMMIT := $(shell git rev-parse --short=8 HEAD 2>/dev/null || echo 00000000)
+share = $(if $(filter all,$(SHARES)),,--share $$((0x$(COMMIT) % $(1) + 1))/$(1))
+
+PYTEST_OPTIONS := -n 2 --dist loadgroup -o console_output_style=count
 
 .PHONY: demo docs test interpreted slow slow-share aot newest peers lint types contracts clean
 
@@ -14,28 +24,28 @@ demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
 	  --prompt $$'    def test_read(self):\n        with open(self.path) as f:\n'
 
+# Fails too if the tests have become too expensive (benchmarks/suite.py).
 test: .venv/.dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	$(if $(TESTS),.venv/bin/python -m pytest -n 2 --dist loadgroup $(TESTS),.venv/bin/python -m benchmarks.suite --check -q $(PYTEST_OPTIONS))
 
 # GPU kernels in Mosaic's interpreter, which looks for races.
 interpreted: .venv/.dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m interpreted
+	.venv/bin/python -m pytest $(PYTEST_OPTIONS) -m interpreted
 
 slow: .venv/.dev
 	.venv/bin/python -m pytest -m 'slow and not aot and not gpu'
 
-# Another share for each commit, by its hash; outside a git checkout the first. Soaks are left to `make slow`.
+# Soaks are left to `make slow`.
 slow-share: .venv/.dev
-	commit=$$(git rev-parse HEAD 2>/dev/null || echo 00000000); .venv/bin/python -m pytest -n 2 --dist worksteal \
-	  -m 'slow and not soak and not aot and not gpu' --share $$((0x$${commit:0:8} % $(SLOW_SHARES) + 1))/$(SLOW_SHARES)
+	.venv/bin/python -m pytest $(PYTEST_OPTIONS) -m 'slow and not soak and not aot and not gpu' $(call share,$(SLOW_SHARES))
 
 # Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
 aot: .venv-aot/.aot
-	.venv-aot/bin/python -m pytest -n 2 --dist worksteal -m aot
+	.venv-aot/bin/python -m pytest $(PYTEST_OPTIONS) -m aot $(call share,$(AOT_SHARES))
 
 # The newest JAX, where it could break us first. GPU kernels are for JAX 0.11 (pallas_kernels/dispatch.py).
 newest: .venv-newest/.newest
-	.venv-newest/bin/python -m pytest -n 2 --dist worksteal tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
+	.venv-newest/bin/python -m pytest $(PYTEST_OPTIONS) $(call share,$(NEWEST_SHARES)) tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
 
 peers: .venv-peers/.peers
 
@@ -75,8 +85,10 @@ clean:
 	@./pip-install .venv -e '.[dev,docs,all]' -c constraints.txt
 	@touch $@
 
-.venv-aot/.aot: .venv-aot/pyvenv.cfg pyproject.toml constraints.txt
-	@./pip-install .venv-aot -e '.[aot,dev]' -c constraints.txt
+# Only the compiler is installed here, which .venv must not have: JAX would look for a GPU. The rest is that of .venv.
+.venv-aot/.aot: .venv/.dev .venv-aot/pyvenv.cfg
+	@for site in $$(cd .venv && echo lib/python*/site-packages); do echo "../../../../.venv/$$site" > .venv-aot/$$site/shared.pth; done
+	@./pip-install .venv-aot -e '.[aot]' -c constraints.txt
 	@touch $@
 
 .venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml
