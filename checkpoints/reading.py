@@ -25,9 +25,15 @@ Takes = tuple[np.ndarray | None, ...]
 """For each dimension of a leaf: the stored index of each index, -1 for zeros; None: all as stored."""
 
 
-def load(path: str | os.PathLike[str], **options: Any) -> dict[str, jax.Array]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> dict[str, jax.Array]:
     """Return the weights of a model directory by dotted path; options as in `stream`."""
-    return dict(stream(path, **options))
+    return dict(stream(path, mesh=mesh, dtype=dtype, only=only))
 
 
 def stream(

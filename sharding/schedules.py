@@ -5,8 +5,8 @@ first stage for its pass g at tick g * stride + m and goes on by one stage a tic
 The compiled ring asks `ring_job` with traced numbers what a stage works on, so it runs the same schedules.
 
 `drained`, `queued`, `hybrid` and `chunked` make the schedules, all of them from the ring's arithmetic; `queued_idle`,
-`drained_idle`, `queued_gain`, `hybrid_length`, `prefill_utilisation` and `chunk_speedup` say in closed form what they
-come to. P below is the number of stages, M of micro-batches, G of passes: the tokens that each sequence gets.
+`drained_idle`, `queued_gain` and `chunk_speedup` say in closed form what they come to. P below is the number of stages,
+M of micro-batches, G of passes: the tokens that each sequence gets.
 """
 
 import dataclasses
@@ -293,22 +293,6 @@ def drained_idle(stages: int, passes: int) -> int:
 def queued_gain(stages: int, passes: int) -> float:
     """Return how many times as fast `queued` is as `drained` with M = P: (2P - 1) / P * GP / (GP + P - 1)."""
     return (2 * stages - 1) * passes / (passes * stages + stages - 1)
-
-
-def hybrid_length(
-    stages: int, prompt_micro_batches: int, micro_batches: int, tokens: int, *, prompt_units: float
-) -> float:
-    """Return the units of `hybrid` with M >= P in generation: of all prompts (M + P - 1) / M, then M (G - 1) + P - 1.
-
-    One token is made of the prompt alone.
-    """
-    prompts = prompt_units * (prompt_micro_batches + stages - 1) / prompt_micro_batches
-    return prompts + (micro_batches * (tokens - 1) + stages - 1 if tokens > 1 else 0)
-
-
-def prefill_utilisation(stages: int, micro_batches: int) -> float:
-    """Return the utilisation of one pass: M / (M + P - 1)."""
-    return micro_batches / (micro_batches + stages - 1)
 
 
 def chunk_speedup(stages: int, chunks: int) -> float:

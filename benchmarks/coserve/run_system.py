@@ -92,11 +92,16 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     """Run a system and return the result that the module's docstring describes."""
     before = psutil.Process().memory_info().rss
     made, disk = config(Path(options["folder"]), options), Disk(options["bandwidth"])
-    quiet: dict[str, Any] = {"preadv": disk, "progress": lambda what, done, total: None}
+
+    def build(scheduler: Callable[..., Scheduler] = Scheduler, profiles: Profiles | None = None) -> System:
+        class MeasuredSystem(System):
+            _preadv, _scheduler_type = disk, staticmethod(scheduler)
+
+        return MeasuredSystem(made, profiles=profiles, progress=False)
+
     if options["way"] == "rates":
-        opened = OpenedSystem(made, **quiet)
+        opened = type("MeasuredOpenedSystem", (OpenedSystem,), {"_preadv": disk})(made, progress=False)
         return _rates(opened, opened.measure())
-    build = functools.partial(System, made, **quiet)
     trace = inputs_of(options["requests"], options["seed"], rate=options["rate"])
     image = np.zeros((options["pixels"], options["pixels"], 3), np.uint8)
     if options["way"] == "virtual":

@@ -1,7 +1,7 @@
 """Options that several subcommands share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import msgspec
 import typer
@@ -10,6 +10,7 @@ from jaxinfer.progress import paused
 
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
+    from jaxinfer.generation.api.build import ModelOptions
     from jaxinfer.generation.text import Prompt
     from jaxinfer.sharding import MeshFile
 
@@ -104,7 +105,7 @@ def sampling_params(ctx: typer.Context, **others: Any) -> "SamplingParams":
     )
 
 
-def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
+def load_llm(ctx: typer.Context, *, max_batch: int, **options: "Unpack[ModelOptions]") -> "LLM":
     """Load a command's model, with the options above and others."""
     from jaxinfer.generation import LLM
 

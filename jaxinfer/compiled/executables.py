@@ -46,8 +46,8 @@ class ExecutableStore:
       not_kept: the programs that are compiled in every process, and why.
     """
 
-    def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES):
-        self.files = KeptFiles(folder or cache_folder() / "executables", max_bytes=max_bytes)
+    def __init__(self, folder: Path | None = None):
+        self.files = KeptFiles(folder or cache_folder() / "executables", max_bytes=MAX_BYTES)
         self.not_kept: dict[str, str] = {}
 
     def load(

@@ -36,7 +36,6 @@ class Levels:
       config: the model's config.
       merge_levels: the levels < 0, ascending.
       prompt_mode: how a layer's prompts continue in the next one.
-      protect_isolated: see `merge_tokens`.
       forced: the division of merges over layers at all levels; None: as in `schedules`.
       schedules: the divisions chosen for merging levels (`profiling.schedules_of`); others are constant.
     Raises LevelError if a level does not merge, or more than the model can.
@@ -45,7 +44,6 @@ class Levels:
     config: ViTConfig
     merge_levels: tuple[int, ...]
     prompt_mode: PromptMode
-    protect_isolated: float | None
     forced: MergeSchedule | None
     schedules: Mapping[int, MergeSchedule]
 
@@ -67,4 +65,4 @@ class Levels:
             return NO_ADAPTATION
         schedule = schedule or self.forced or self.schedules.get(level, MergeSchedule.CONSTANT)
         merges = schedule.merges(-level, self.config.layers)
-        return TokenAdaptation(merges=merges, protect_isolated=self.protect_isolated)
+        return TokenAdaptation(merges=merges)

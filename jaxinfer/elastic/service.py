@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Self, TypedDict, Unpack
 
 import numpy as np
 from msgspec import Meta
@@ -61,6 +61,20 @@ def plan_in_time(profile: ServingProfile) -> Policy:
     return Elastic(profile, time_limit=PLAN_SECONDS)
 
 
+class ServiceOptions(TypedDict, total=False):
+    """Options of `Service`, which says what they mean."""
+
+    merge_levels: Sequence[int] | None
+    prompt_mode: PromptMode | str
+    schedule: MergeSchedule | str | None
+    max_batch: int
+    max_tasks: int
+    max_classes: int
+    policy: Callable[[ServingProfile], Policy]
+    max_waiting: int | None
+    device_memory: int | str | None
+
+
 class Service(Closeable):
     """One vision transformer that classifies images for any of its tasks, at any level.
 
@@ -75,7 +89,6 @@ class Service(Closeable):
       merge_levels: the levels < 0; None: `default_merge_levels`.
       prompt_mode: how a layer's prompts continue in the next one.
       schedule: the division of merges over the layers; None: chosen by profiling for each level.
-      protect_isolated: the margin of PiToMe's energy, to keep tokens that are unlike all others; None: ToMe's merging.
       max_batch: images that are classified at once.
       max_tasks, max_classes: maximum number of tasks, and of classes of a task.
       policy: makes the policy that decides, from the profile, which queries run next and at which level; it follows
@@ -101,7 +114,6 @@ class Service(Closeable):
         merge_levels: Sequence[int] | None = None,
         prompt_mode: PromptMode | str = PromptMode.REPLACE,
         schedule: MergeSchedule | str | None = None,
-        protect_isolated: float | None = None,
         max_batch: int = 64,
         max_tasks: int = 8,
         max_classes: int = 100,
@@ -128,7 +140,6 @@ class Service(Closeable):
             config=config,
             merge_levels=tuple(sorted(set(default_merge_levels(config) if merge_levels is None else merge_levels))),
             prompt_mode=PromptMode(prompt_mode),
-            protect_isolated=protect_isolated,
             forced=None if schedule is None else MergeSchedule(schedule),
             schedules={},
         )
@@ -153,7 +164,7 @@ class Service(Closeable):
             model={
                 "config": str(model.description.config),
                 "weights": str(model.weights),
-                "options": f"{prompt_mode=!s}, {protect_isolated=}, {max_tasks=}, {max_classes=}",
+                "options": f"{prompt_mode=!s}, {max_tasks=}, {max_classes=}",
             },
         )
         self.latency = LatencyProfile(costs, _merged(programs))
@@ -178,7 +189,7 @@ class Service(Closeable):
         dtype: str | None = None,
         quantize: str | None = None,
         progress: ProgressOption = None,
-        **options,
+        **options: Unpack[ServiceOptions],
     ) -> Self:
         """Make a service from a model directory, with its registered tasks.
 
@@ -377,12 +388,11 @@ class Service(Closeable):
             self._started()
             self._plan_anew()
 
-    def compile_ahead(self, levels: Sequence[int] | None = None, *, progress: ProgressOption = None) -> None:
+    def compile_ahead(self, levels: Sequence[int] | None = None) -> None:
         """Compile all programs that are not yet, rather than when they are needed.
 
         Args:
           levels: the levels to compile; None: all.
-          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Raises LevelError, BudgetError where they need more memory than there is, ElasticError for a `device_memory`
         that is too little for a batch of one, MappingsError.
@@ -390,7 +400,7 @@ class Service(Closeable):
         levels = self.levels if levels is None else levels
         for level in levels:
             self.adaptation(level)
-        with self._showing(progress):
+        with showing(self._progress):
             self._compile_all(levels)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
@@ -523,9 +533,6 @@ class Service(Closeable):
             self._reserve(compiled)
             programs.admit(compiled)
 
-    def _showing(self, progress: ProgressOption) -> contextlib.AbstractContextManager[None]:
-        return showing(self._progress if progress is None else progress)
-
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """Return the accuracy measured by profiling.
 
@@ -572,7 +579,7 @@ class Service(Closeable):
         Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError, BudgetError
         where programs of new levels need more memory than there is; then nothing has changed.
         """
-        with self._registration(), self._showing(progress):
+        with self._registration(), showing(self._progress if progress is None else progress):
             version = self._repository.next_version(name, new_version=new_version)
             check_images(dataset.images, self.config.image_size)
             if wrong := [count for count in prompts if count < 1]:
@@ -600,7 +607,7 @@ class Service(Closeable):
             )
             return self._install(task, validation)
 
-    def profile(self, name: str, validation: Dataset, *, progress: ProgressOption = None) -> Task:
+    def profile(self, name: str, validation: Dataset) -> Task:
         """Measure a task's accuracy at all levels anew, and keep it as a new version.
 
         Latency is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
@@ -608,11 +615,10 @@ class Service(Closeable):
         Args:
           name: the task's name.
           validation: images that it was not trained on, of classes of the same names.
-          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Raises UnknownTaskError, InvalidImageError.
         """
-        with self._registration(), self._showing(progress):
+        with self._registration(), showing(self._progress):
             task = self.task(name)
             validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
@@ -620,12 +626,7 @@ class Service(Closeable):
             return self._install(dataclasses.replace(task, version=version), validation, anew=anew)
 
     def measure_latency(
-        self,
-        levels: Sequence[int] | None = None,
-        *,
-        anew: bool = False,
-        repeats: int = REPEATS,
-        progress: ProgressOption = None,
+        self, levels: Sequence[int] | None = None, *, anew: bool = False, repeats: int = REPEATS
     ) -> dict[LevelAndSize, np.ndarray]:
         """Time batches of all sizes, except those on record unless `anew`.
 
@@ -633,25 +634,27 @@ class Service(Closeable):
           levels: the levels to time; None: all.
           anew: whether to time batches on record again and replace their record.
           repeats: how often each batch is timed, at least `REPEATS`.
-          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Returns:
           The seconds of each batch that was timed, [repeats].
         """
         if repeats < REPEATS:
             raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
-        levels = self.levels if levels is None else levels
+        with showing(self._progress):
+            return self._measure_latency(self.levels if levels is None else levels, anew, repeats)
 
+    def _measure_latency(
+        self, levels: Sequence[int], anew: bool, repeats: int = REPEATS
+    ) -> dict[LevelAndSize, np.ndarray]:
         def batches() -> list[LevelAndSize]:
             sizes = self.batch_sizes
             return [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
 
-        with self._showing(progress):
-            programs = self._programs
-            self._compile(programs, batches)
-            if not (timed := batches()):
-                return {}
-            times = time_batches(programs, timed, repeats)
+        programs = self._programs
+        self._compile(programs, batches)
+        if not (timed := batches()):
+            return {}
+        times = time_batches(programs, timed, repeats)
         for (level, count), seconds in times.items():
             self.latency.renew(level, count, seconds.tolist())
         self.latency.costs.save()
@@ -675,7 +678,7 @@ class Service(Closeable):
                 self._compile_all(self.levels)
                 accuracies = profile_accuracy(self._programs, task, validation, self._format)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
-                self.measure_latency(anew=anew, progress=current_progress())
+                self._measure_latency(self.levels, anew)
                 self._serve(task)
         except BaseException:
             self._levels = before

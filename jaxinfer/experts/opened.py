@@ -45,7 +45,6 @@ class OpenedSystem:
 
     Args:
       config: the system's config.
-      preadv: reads experts' files; benchmarks pass a slower one.
       progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
 
     Attributes:
@@ -58,14 +57,12 @@ class OpenedSystem:
     as long as there is another one.
     """
 
-    def __init__(
-        self,
-        config: SystemConfig,
-        *,
-        preadv: Callable[[int, list[Any], int], int] = os.preadv,
-        progress: ProgressOption = None,
-    ):
-        self.config, self._preadv = config, preadv
+    # What reads experts' files, and what makes schedulers: subclasses in benchmarks and tests have others.
+    _preadv: Callable[[int, list[Any], int], int] = staticmethod(os.preadv)
+    _scheduler_type: Callable[..., Scheduler] = Scheduler
+
+    def __init__(self, config: SystemConfig, *, progress: ProgressOption = None):
+        self.config = config
         self._configs = {expert.name: expert for expert in config.experts}
         self.broken: dict[str, Exception] = {}
         self.experts: dict[str, OpenedExpert] = {}
@@ -83,33 +80,33 @@ class OpenedSystem:
         self.check_memory()
 
     @classmethod
-    def from_config(cls, path: str | os.PathLike[str], *, mode: str | None = None, **options: Any) -> Self:
+    def from_config(
+        cls, path: str | os.PathLike[str], *, mode: str | None = None, progress: ProgressOption = None
+    ) -> Self:
         """Make the system that a TOML file describes.
 
         Args:
           mode: a policy that replaces the file's: "best", "paper", "samba" and others (`policy.POLICIES`).
-          options: the options of the class.
+          progress: as in the class.
         """
-        return cls(SystemConfig.read(path, mode=mode), **options)
+        return cls(SystemConfig.read(path, mode=mode), progress=progress)
 
-    def make_scheduler(
-        self,
-        profiles: Profiles,
-        *,
-        policy: Policy | None = None,
-        scheduler: Callable[..., Scheduler] = Scheduler,
-        **options: Any,
-    ) -> Scheduler:
+    def make_scheduler(self, profiles: Profiles, *, policy: Policy | None = None, may_refuse: bool = True) -> Scheduler:
         """Make a scheduler of the system, without requests and with its experts not placed yet.
 
         Args:
           policy: replaces the config's.
-          scheduler: makes it.
-          options: the options of `Scheduler`.
+          may_refuse: whether it refuses requests beyond the config's `max_queued`.
         """
-        executors = self._executors()
-        given = {"host_bytes": self.config.host_memory, "max_queued": self.config.max_queued} | options
-        made = scheduler(self.graph, profiles, executors, policy or self.config.policy, **given)
+        config = self.config
+        made = self._scheduler_type(
+            self.graph,
+            profiles,
+            self._executors(),
+            policy or config.policy,
+            host_bytes=config.host_memory,
+            max_queued=config.max_queued if may_refuse else None,
+        )
         if not self._managers:
             self._managers.append(made.manager)
         return made

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
@@ -19,7 +19,6 @@ from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
-from jaxinfer.experts.scheduling.scheduler import Assignment, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import OverloadedError
@@ -44,9 +43,6 @@ class System(OpenedSystem, Closeable):
     Args:
       config: the system's config.
       profiles: initial costs by architecture and device, instead of measured ones.
-      preadv: reads experts' files; benchmarks pass a slower one.
-      on_assignment: called with every assignment of a request to an executor, with the times behind it.
-      scheduler: makes the scheduler; benchmarks pass one that records, or that replays (`jaxinfer.evaluation`).
       progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
@@ -58,24 +54,33 @@ class System(OpenedSystem, Closeable):
         config: SystemConfig,
         *,
         profiles: Mapping[tuple[str, str], Profile] | None = None,
-        preadv: Callable[[int, list[Any], int], int] = os.preadv,
-        on_assignment: Callable[[Assignment], None] | None = None,
-        scheduler: Callable[..., Scheduler] = Scheduler,
         progress: ProgressOption = None,
     ):
-        super().__init__(config, preadv=preadv, progress=progress)
+        super().__init__(config, progress=progress)
         with showing(progress):
             if profiles is None:
                 profiles = self.measure()
             else:
                 self._prepare()
             self.profiles = ObservedProfiles(profiles)
-            self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_assignment=on_assignment)
+            self.scheduler = self.make_scheduler(self.profiles)
             self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
             self._start()
         self._runner = ExpertRunner(self.scheduler.executors, self.devices, self.experts, self._programs, self._weights)
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
         self._decider.loop.stop_when_dropped(self)
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        mode: str | None = None,
+        profiles: Mapping[tuple[str, str], Profile] | None = None,
+        progress: ProgressOption = None,
+    ) -> Self:
+        """Make the system that a TOML file describes; mode: as in `OpenedSystem`, the others as in the class."""
+        return cls(SystemConfig.read(path, mode=mode), profiles=profiles, progress=progress)
 
     # -- for users --
 

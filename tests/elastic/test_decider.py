@@ -565,17 +565,17 @@ def test_a_service_that_was_closed_does_not_start(two):
 def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypatch):
     with Service.from_checkpoint(vit, repository=tmp_path, **options) as service:
         service.register_task("first", stripes(40), training=TrainingConfig(steps=1))
-        image, measure_latency = stripes(1).images[0], service.measure_latency
+        image, measure_latency = stripes(1).images[0], service._measure_latency
         service.make_query(image, "first", latency=30.0).result(30)
         refused = []
 
-        def meanwhile(**given):
+        def meanwhile(*given):
             with pytest.raises(UnknownTaskError, match="no task 'second'; registered: first") as error:
                 service.make_query(image, "second", latency=30.0)
             refused.append(error)
-            return measure_latency(**given)
+            return measure_latency(*given)
 
-        monkeypatch.setattr(service, "measure_latency", meanwhile)
+        monkeypatch.setattr(service, "_measure_latency", meanwhile)
         service.register_task("second", stripes(40, seed=1), training=TrainingConfig(steps=1))
         assert len(refused) == 1
         for task in ("first", "second"):

@@ -508,18 +508,6 @@ def test_accuracies_of_other_formats_are_kept(vit, registered, options, tmp_path
     assert (half.accuracy("stripes", -4).images, whole.accuracy("stripes", -4).images) == (30, 24)
 
 
-def test_isolated_tokens_are_protected(vit, registered, options):
-    """Another way to merge: another answer, and a profile of the other way does not stand for it."""
-    protecting = Service.from_checkpoint(vit, repository=registered, protect_isolated=0.9, **options)
-    images, task = stripes(4, seed=3).images, protecting.task("stripes")
-    wanted = logits(tiny_vit(), protecting.adaptation(-4), images, task.heads[0].weight, task.heads[0].bias)
-    found = [answer.probabilities for answer in protecting.classify(images, "stripes", -4)]
-    np.testing.assert_allclose(found, probabilities(wanted), atol=1e-5)
-    assert protecting.adaptation(-4).protect_isolated == 0.9
-    with pytest.raises(ProfileError, match=r"protect_isolated=0\.9\) in float32"):
-        protecting.accuracy("stripes", -4)
-
-
 @pytest.fixture
 def latency(tmp_path, monkeypatch):
     """Of a device of which batches of 1 and 2 were measured at two levels; made again, it reads what is kept."""

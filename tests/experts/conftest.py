@@ -15,10 +15,10 @@ def start(board, monkeypatch):
     monkeypatch.setattr(opened, "Staging", functools.partial(Staging, on_release=lambda buffer: buffer.fill(255)))
     systems = []
 
-    def made(*names, folder=board, costs=None, options=None, **changes):
+    def made(*names, folder=board, costs=None, **changes):
         given = [names] if names else []
         profiles = AnyProfiles() if costs is None else AnyProfiles(costs)
-        systems.append(System(config(folder, *given, **changes), profiles=profiles, **(options or {})))
+        systems.append(System(config(folder, *given, **changes), profiles=profiles))
         return systems[-1]
 
     yield made

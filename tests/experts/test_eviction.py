@@ -14,8 +14,8 @@ def graph_of(experts, rules):
     """A graph of experts (name, usage, bytes) and rules (expert, next)."""
     infos = [ExpertInfo(name=name, architecture="resnet", bytes=size) for name, _, size in experts]
     inputs = [InputKind(name=name, expert=name) for name, _, _ in experts]
-    graph = ExpertGraph(infos, inputs, [Rule(expert=a, verdict=b, next=b, probability=0.1) for a, b in rules])
-    return graph.with_usage({name: usage for name, usage, _ in experts})
+    follow = [Rule(expert=a, verdict=b, next=b, probability=0.1) for a, b in rules]
+    return ExpertGraph(infos, inputs, follow, usage={name: usage for name, usage, _ in experts})
 
 
 EXAMPLE = graph_of(

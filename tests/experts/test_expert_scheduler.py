@@ -13,6 +13,7 @@ from jaxinfer.experts.errors import (
     ProfileError,
     RoutingError,
 )
+from jaxinfer.experts.scheduling.assignment import assign
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.experts.scheduling.request import Batch, Evict, Load
 from jaxinfer.experts.scheduling.scheduler import LIMITED, MAX_BACK_OFF, Scheduler
@@ -106,13 +107,22 @@ def test_experts_are_placed_where_they_can_run():
 # -- what begins --
 
 
-def test_explains_its_choice():
-    decisions = []
-    system = scheduler("abc", gpu(1), gpu(1), options={"on_assignment": decisions.append})
-    submit(system, "ac")
-    first, second = decisions
-    assert (first.totals, first.additions, first.executor) == ([0, 0], [3, 13], 0)
-    assert (second.totals, second.additions, second.executor) == ([3, 0], [13, 13], 1)
+@pytest.fixture
+def decisions(monkeypatch):
+    """The totals, additions and choice of each assignment."""
+    seen = []
+
+    def assigned(totals, additions):
+        seen.append((totals, additions, assign(totals, additions)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr("jaxinfer.experts.scheduling.scheduler.assign", assigned)
+    return seen
+
+
+def test_an_executor_is_chosen_by_what_it_has_and_what_a_request_adds(decisions):
+    submit(scheduler("abc", gpu(1), gpu(1)), "ac")
+    assert decisions == [([0, 0], [3, 13], 0), ([3, 0], [13, 13], 1)]
 
 
 def test_a_batch_takes_what_fits():
@@ -133,24 +143,18 @@ def test_batches_keep_to_the_memory_for_activations(activations, size):
     assert poll(system) == [("batch", "a", 0, size)]
 
 
-def test_the_running_batch_counts_and_cannot_be_joined():
-    decisions = []
-    system = scheduler("a", gpu(1), options={"on_assignment": decisions.append})
+def test_the_running_batch_counts_and_cannot_be_joined(decisions):
+    system = scheduler("a", gpu(1))
     submit(system, "a")
     poll(system)
     system.submit(request(1, "a", 1), 1.0)
-    assert decisions[-1].totals == [2.0]  # of 3 s one has passed
-    assert decisions[-1].additions == [3.0]  # the first of a group again
+    assert decisions[-1] == ([2.0], [3.0], 0)  # of 3 s one has passed; the first of a group again
     assert poll(system, 1.0) == []
 
 
-def test_a_group_beyond_a_batch_costs_b_again_if_counted():
-    decisions = []
-    system = scheduler(
-        "a", gpu(1), policy=policy_of("paper", counts_batches=True), options={"on_assignment": decisions.append}
-    )
-    submit(system, "aaaa")
-    assert [decision.additions for decision in decisions] == [[3], [1], [1], [3]]
+def test_a_group_beyond_a_batch_costs_b_again_if_counted(decisions):
+    submit(scheduler("a", gpu(1), policy=policy_of("paper", counts_batches=True)), "aaaa")
+    assert [additions for _, additions, _ in decisions] == [[3], [1], [1], [3]]
 
 
 def test_loads_evict_only_what_they_must():

@@ -1,5 +1,7 @@
 """Experts, inputs and rules: how often each expert is used, and what is refused."""
 
+import functools
+
 import pytest
 
 from jaxinfer.experts.errors import ConfigError, RoutingError
@@ -71,14 +73,14 @@ def test_experts_without_inputs():
 
 
 def test_usage_as_the_user_says():
-    graph = ExpertGraph(experts("ab"), kinds(a=1, b=0))
-    assert graph.by_usage == ["a", "b"]
-    assert graph.with_usage({"b": 2}).by_usage == ["b", "a"]
+    graph = functools.partial(ExpertGraph, experts("ab"), kinds(a=1, b=0))
+    assert graph().by_usage == ["a", "b"]
+    assert graph(usage={"b": 2}).by_usage == ["b", "a"]
     for usage in (-1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="usage of expert 'a' must be at least 0"):
-            graph.with_usage({"a": usage})
+            graph(usage={"a": usage})
     with pytest.raises(RoutingError, match="no expert 'z'"):
-        graph.with_usage({"z": 1})
+        graph(usage={"z": 1})
 
 
 def test_names_the_cycle():
@@ -128,7 +130,8 @@ def test_refuses_experts_without_bytes():
 
 
 def test_usage_that_is_known_goes_on_along_the_rules():
-    graph = ExpertGraph(experts("abd"), kinds(a=1), [rule("a", "b", 0.5), rule("b", "d", 0.5)]).with_usage({"b": 0.8})
+    rules = [rule("a", "b", 0.5), rule("b", "d", 0.5)]
+    graph = ExpertGraph(experts("abd"), kinds(a=1), rules, usage={"b": 0.8})
     assert graph.usage == pytest.approx({"a": 1, "b": 0.8, "d": 0.4})
 
 

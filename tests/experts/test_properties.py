@@ -51,10 +51,14 @@ class Faulty(Scheduler):
             case.executors,
             case.policy,
             host_bytes=case.host_bytes,
-            on_assignment=model.assigned,
         )
         self._model, self._random = model, random.Random(case.seed)
         self._load_failures, self._deaths = case.load_failures, sorted(case.deaths)
+
+    def _assign(self, request, expert, now):
+        index = super()._assign(request, expert, now)
+        self._model.assigned(request, index)
+        return index
 
     def submit(self, request, now):
         try:
@@ -107,9 +111,8 @@ class Model:
         self.last_run = {}
         self.used = set()
 
-    def assigned(self, decision):
-        place = len(self.assignments)
-        self.assignments[decision.request.id, decision.request.stage, decision.executor] = place
+    def assigned(self, request, executor):
+        self.assignments[request.id, request.stage, executor] = len(self.assignments)
 
     def act(self, action):
         assert len(self.log) < 5000, "never ends"

@@ -32,7 +32,7 @@ from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling import scheduler
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
-from jaxinfer.experts.system import IN_FLIGHT
+from jaxinfer.experts.system import IN_FLIGHT, System
 from tests.experts.boards import (
     CLASSIFIERS,
     COSTS,
@@ -379,18 +379,20 @@ def test_loads_are_those_of_the_simulation(start, mode):
     assert found.statistics.switches > 5
 
 
-def test_a_replay_does_the_same(board, start):
+def test_a_replay_does_the_same(board, start, monkeypatch):
     given, modes = inputs(40), {"mode": "paper", "executors": 2, "slots": 1}
-    first = start(options={"scheduler": Recorder}, **modes)
+    monkeypatch.setattr(System, "_scheduler_type", Recorder)
+    with pytest.raises(ConfigError, match="without prefetch and shared pools"):
+        start(mode="best")
+    first = start(**modes)
     list(first.run(given))
-    recording = first.scheduler.recording
-    second = start(options={"scheduler": functools.partial(Replayer, recording=recording)}, **modes)
+    replay = functools.partial(Replayer, recording=first.scheduler.recording)
+    monkeypatch.setattr(System, "_scheduler_type", staticmethod(replay))
+    second = start(**modes)
     for (name, value), result in zip(given, second.run(given), strict=True):
         check(board, name, value, result)
     assert second.statistics.loads == first.statistics.loads
     assert second.statistics.batches == first.statistics.batches
-    with pytest.raises(ConfigError, match="without prefetch and shared pools"):
-        start(options={"scheduler": Recorder}, mode="best")
 
 
 # Measuring

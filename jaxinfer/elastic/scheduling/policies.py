@@ -11,6 +11,8 @@ from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 NEARLY_ALL = 0.9
 """Share of the capacity at the best level beyond which plans leave time for queries to come."""
+MAX_JOBS = 40
+"""Number of batches that `Elastic` plans, those with the earliest deadlines."""
 LEAST_UTILITY = 1e-9
 """Utility of a batch whose time is worth more to others: it runs where they leave time."""
 
@@ -124,7 +126,6 @@ class Elastic(_ByProfile):
     Args:
       profile: the profile of the levels.
       batching: the rules by which queries share batches; None: by worth, up to the largest size.
-      max_jobs: number of batches planned, those with the earliest deadlines.
       time_limit: seconds that a plan may take before `LargestThatFits` decides. None: any.
     """
 
@@ -133,11 +134,10 @@ class Elastic(_ByProfile):
         profile: ServingProfile,
         batching: BatchingConfig | None = None,
         *,
-        max_jobs: int = 40,
         time_limit: float | None = None,
     ):
         batching = batching or BatchingConfig(max_batch=profile.sizes[-1]).by_worth()
-        self._max_jobs, self._time_limit = max_jobs, time_limit
+        self._time_limit = time_limit
         self._fallback = LargestThatFits(profile, batching)
         super().__init__(profile, batching)
 
@@ -148,7 +148,7 @@ class Elastic(_ByProfile):
         self._most = profile.capacity(max(earns, key=earns.__getitem__))
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        planned = by_deadline(batches)[: self._max_jobs]
+        planned = by_deadline(batches)[:MAX_JOBS]
         jobs = [job_of(batch, self.profile) for batch in planned]
         if rate > NEARLY_ALL * self._most:
             jobs = with_price(jobs, self._price(planned, jobs))
@@ -207,13 +207,9 @@ class LargestThatFits(_ByProfile):
 class SlackFit(_ByProfile):
     """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query selects a latency, and that a tuple.
 
-    The (level, batch size) tuples that are Pareto-optimal in seconds and accuracy are sorted into buckets of latency.
+    The (level, batch size) tuples that are Pareto-optimal in seconds and accuracy fall into 16 buckets of latency.
     The slack selects a bucket; take its largest batch that the queue can fill, then the most accurate level.
     """
-
-    def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None, *, buckets: int = 16):
-        self._buckets = buckets
-        super().__init__(profile, batching)
 
     def use(self, profile: ServingProfile) -> None:
         tasks = profile.tasks
@@ -225,7 +221,7 @@ class SlackFit(_ByProfile):
             if not any(o != entry and o[0] <= entry[0] and o[1] >= entry[1] and o[2] >= entry[2] for o in tuples)
         ]
         least, most = min(entry[0] for entry in tuples), max(entry[0] for entry in tuples)
-        self._tuples, self._width = sorted(tuples), (most - least) / self._buckets or 1.0
+        self._tuples, self._width = sorted(tuples), (most - least) / 16 or 1.0
         super().use(profile)
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:

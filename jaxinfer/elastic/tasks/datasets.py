@@ -149,17 +149,12 @@ def load_faces(size: int, preprocessing: PreprocessingConfig = SQUARE) -> Datase
     return Dataset(resize_images(images, size, preprocessing), np.repeat([0, 1], 100), ("face", "other"))
 
 
-def load_textures(size: int, preprocessing: PreprocessingConfig = SQUARE, *, crop: int = 32) -> Dataset:
-    """Load 768 crops that do not overlap, from photos of brick, grass and gravel (in scikit-image).
-
-    Args:
-      size: height and width of the images returned.
-      crop: pixels of a crop's side.
-    """
+def load_textures(size: int, preprocessing: PreprocessingConfig = SQUARE) -> Dataset:
+    """Load 768 crops of 32 x 32 pixels that do not overlap, from photos of brick, grass, gravel (in scikit-image)."""
     require_extra("skimage", "the data set textures")
     from skimage import data
 
-    names, images = ("brick", "grass", "gravel"), []
+    names, crop, images = ("brick", "grass", "gravel"), 32, []
     for name in names:
         photo = getattr(data, name)()
         rows, columns = photo.shape[0] // crop, photo.shape[1] // crop

@@ -44,7 +44,7 @@ def forecast(
       profiles: the experts' costs.
       policy: replaces the config's.
     """
-    scheduler = opened.make_scheduler(profiles, policy=policy, max_queued=None)
+    scheduler = opened.make_scheduler(profiles, policy=policy, may_refuse=False)
     return _run(scheduler, trace)
 
 

@@ -129,13 +129,6 @@ class ExpertGraph:
             raise RoutingError(f"there is no expert {name!r}; known: {_some(self.experts)}.")
         return self.experts[name]
 
-    def with_usage(self, usage: Mapping[str, float]) -> "ExpertGraph":
-        """Return the graph with known usage, counted or given by the user.
-
-        The usage of following experts changes with it.
-        """
-        return ExpertGraph(self.experts.values(), self._inputs.values(), self._rules.values(), usage=usage)
-
     @cached_property
     def by_usage(self) -> list[str]:
         """All experts, the most used first; ties by name."""

@@ -9,7 +9,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxinfer.experts.errors import (
     ExecutorDiedError,
@@ -36,22 +36,6 @@ LIMITED = 60.0
 """Seconds for which a pool is limited to less memory, after a load has found less than was given."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """The reasons for a request's executor; times in seconds, by executor.
-
-    Attributes:
-      totals: seconds until each had finished its work.
-      additions: seconds that the request would have added; None: it could not go there.
-      executor: the index of the chosen one.
-    """
-
-    request: Request
-    totals: Sequence[float]
-    additions: Sequence[float | None]
-    executor: int
-
-
 @dataclasses.dataclass
 class _Quarantine:
     until: float
@@ -69,7 +53,6 @@ class Scheduler:
       policy: the policy to follow.
       host_bytes: bytes of the host cache, where the policy uses one.
       max_queued: waiting requests beyond which new ones are refused.
-      on_assignment: called with every assignment.
 
     Attributes:
       manager: the manager of the experts' memory.
@@ -88,12 +71,11 @@ class Scheduler:
         *,
         host_bytes: int = 0,
         max_queued: int | None = None,
-        on_assignment: Callable[[Assignment], None] | None = None,
     ):
         self.graph, self.profiles, self.policy = graph, profiles, policy
         self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
-        self._max_queued, self._on_assignment = max_queued, on_assignment
+        self._max_queued = max_queued
         self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap of (deadline, number, request); some have begun
         self._count = itertools.count()
@@ -215,8 +197,6 @@ class Scheduler:
         request.latency = additions[index] or 0.0
         joined = chosen.queue.add(request)
         self._settled &= joined and chosen.batch is not None
-        if self._on_assignment:
-            self._on_assignment(Assignment(request=request, totals=totals, additions=additions, executor=index))
         return index
 
     def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:

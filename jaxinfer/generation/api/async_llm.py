@@ -9,6 +9,7 @@ from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
+from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine
@@ -53,7 +54,14 @@ class AsyncLLM(EngineHolder):
     >>> asyncio.run(main())  # doctest: +SKIP
     """
 
-    def __init__(self, path: str | Path, *, max_requests: int = 1024, progress: ProgressOption = None, **options: Any):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_requests: int = 1024,
+        progress: ProgressOption = None,
+        **options: Unpack[LoadOptions],
+    ):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         with showing(progress), long_work(f"loading {path}"):
             super().__init__(load_engine(path, owner="AsyncLLM", **options))

@@ -174,6 +174,20 @@ class ModelOptions(EngineOptions, MemoryOptions, total=False):
     """Options of `LLM` and `Embedder`."""
 
 
+class LoadOptions(ModelOptions, total=False):
+    """All options of `LLM`, and so of `AsyncLLM`; an encoder takes those of `Embedder`."""
+
+    mesh: AnyMesh
+    dtype: str | None
+    quantize: str | None
+    rules: ShardingRules | None
+    max_batch: int
+    context: int | None
+    cache_bytes: int | None
+    adapters: Mapping[str, str | Path] | None
+    logits_processors: Mapping[str, LogitsProcessor] | None
+
+
 def split_options(
     options: ModelOptions, mesh: AnyMesh, *, owner: str, others: Iterable[str] = ()
 ) -> tuple[EngineOptions, MemoryConfig]:

@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
 from jaxinfer.generation.api.build import (
+    LoadOptions,
     ModelOptions,
     build_engine,
     check_processors,
@@ -76,10 +77,10 @@ class LoadedEngine:
         return None if isinstance(self.engine, ImageEngine) else self.engine.executor.statistics
 
 
-def load_engine(path: str | Path, *, owner: str, **options: Any) -> LoadedEngine:
+def load_engine(path: str | Path, *, owner: str, **options: Unpack[LoadOptions]) -> LoadedEngine:
     """Load the engine of a decoder or an encoder, whichever the model is; options are those of the one."""
     folder = resolve(path)
-    load = load_decoder if Description.read(folder).kind == "decoder" else load_encoder
+    load: Callable[..., LoadedEngine] = load_decoder if Description.read(folder).kind == "decoder" else load_encoder
     return load(folder, owner=owner, **options)
 
 

@@ -103,11 +103,6 @@ class EngineStats:
     pipeline: PipelineStats | None = None
 
     @property
-    def cache_usage(self) -> float:
-        """The share of pages in use, from 0 to 1."""
-        return _share(self.used_pages, self.num_pages)
-
-    @property
     def cache_hit_rate(self) -> float:
         """The share of prompt tokens that were in the cache, from 0 to 1."""
         return _share(self.cached_tokens, self.prompt_tokens)

@@ -21,6 +21,7 @@ from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import scheduler
+from jaxinfer.experts.system import System
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
@@ -54,12 +55,13 @@ def gate():
 
 
 @pytest.fixture
-def blocked(start, gate):
+def blocked(start, gate, monkeypatch):
     """A system whose only executor waits for c1, which c0 makes room for; and the request for it."""
 
+    monkeypatch.setattr(System, "_preadv", gate)
+
     def made(**changes):
-        options = {"options": {"preadv": gate}, "mode": "paper", "slots": 1, **changes}
-        system = start("c0", "c1", "c2", **options)
+        system = start("c0", "c1", "c2", **{"mode": "paper", "slots": 1, **changes})
         gate.open.clear()
         first = system.submit("c1", image(0))
         assert gate.waiting.wait(SECONDS)
