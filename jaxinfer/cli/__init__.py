@@ -92,7 +92,7 @@ def _main(
     ] = False,
 ) -> None:
     """Compiled transformer inference in JAX."""
-    logging.basicConfig(handlers=[_Notes()])
+    logging.basicConfig(format="%(message)s", handlers=[_Notes()])
 
 
 for _command in (cache, chat, convert, embed, generate, info, inspect, plan, tune, verify):
