@@ -96,6 +96,12 @@ class ProgramCache[Buckets]:
                     calls |= {(call.operation, call.shapes): call for call in recorded}
             return [call for call in calls.values() if len(supported(call)) > 1]
 
+    @property
+    def cpu_kernels(self) -> str | None:
+        """The instruction set of the CPU kernels that programs are traced with; None: plain XLA, or a GPU."""
+        library = self._library()
+        return library and library.level
+
     def _library(self) -> Library | None:
         """Return the CPU kernels that programs are traced with."""
         return cpu_library() if self._kernels else None

@@ -89,7 +89,11 @@ class Engine:
         load, counters, executor = self.scheduler.load, vars(self._outputs.counters), self.executor
         counted = {**counters, "ended": dict(counters["ended"])}
         return EngineStats(
-            **load._asdict(), **counted, compile_misses=executor.programs.misses, pipeline=executor.pipeline
+            **load._asdict(),
+            **counted,
+            compile_misses=executor.programs.misses,
+            cpu_kernels=executor.programs.cpu_kernels,
+            pipeline=executor.pipeline,
         )
 
     # Requests

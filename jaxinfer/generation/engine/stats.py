@@ -81,6 +81,7 @@ class EngineStats:
       preemptions: how often a completion gave its pages to another, and waited again.
       steps: steps of the engine.
       compile_misses: programs that were compiled when a step needed them, rather than ahead.
+      cpu_kernels: the instruction set of the CPU kernels that programs run; None: plain XLA, or a GPU.
       expert_load: where the tokens of all requests went in a mixture of experts; None before the first, and unless the
         engine has `expert_load=True`.
       pipeline: what the stages of a pipeline did; None without one.
@@ -99,6 +100,7 @@ class EngineStats:
     preemptions: int
     steps: int
     compile_misses: int
+    cpu_kernels: str | None = None
     expert_load: ExpertLoad | None = None
     pipeline: PipelineStats | None = None
 
@@ -121,6 +123,7 @@ class EngineStats:
             "cache": f"{self.used_pages} of {self.num_pages} pages in use, {self.preemptions} preemptions",
             "speculation": f"{self.accepted_tokens} of {self.draft_tokens} accepted ({self.acceptance_rate:.0%})",
             "steps": f"{self.steps}, {self.compile_misses} compile misses",
+            "CPU kernels": self.cpu_kernels or "none",
         }
         if self.expert_load is not None:
             lines["experts"] = str(self.expert_load)
