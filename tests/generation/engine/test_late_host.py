@@ -5,7 +5,7 @@ import time
 from jaxinfer.generation.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-SECONDS = 0.1  # more than a step takes here
+SECONDS = 1.0  # far more than a step takes on the slowest machine
 
 
 def test_passes_do_not_become_dear(llm):
@@ -19,6 +19,6 @@ def test_passes_do_not_become_dear(llm):
         engine.step(1)
         time.sleep(SECONDS)
     engine.step(1)  # launches a step, and collects the one before
-    assert costs.mean("decode", batch=1) <= known
+    assert costs.mean("decode", batch=1) < known + SECONDS / 4
     engine.abort(sequence.request_id)
     engine.drain()
