@@ -1,7 +1,6 @@
 """The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
 import gc
-import hashlib
 import os
 import re
 import signal
@@ -37,17 +36,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 def pytest_addoption(parser):
     parser.addoption("--share", metavar="K/N", help="of the selected tests, run share K of N, dealt out in turn")
-
-
-def pytest_configure(config):
-    """Keep what XLA compiles for all runs on this CPU: equal programs are compiled once."""
-    from jaxinfer.disk_cache.processor import cpu_fields, cpu_model
-
-    if config.pluginmanager.hasplugin("cacheprovider"):
-        cpu = hashlib.sha256(f"{cpu_model()} {cpu_fields().get('flags')}".encode()).hexdigest()[:16]
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir(f"xla-{cpu}"))
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 @pytest.hookimpl(trylast=True)  # when -m and -k have selected
