@@ -8,6 +8,7 @@ from jaxinfer.elastic import Dataset
 from jaxinfer.models import ViT, ViTConfig, WeightFormat
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind
 from jaxinfer.models.files.loading import save_model
+from tests.tiny import fill
 
 SIZE = 8
 CONFIG = ViTConfig(
@@ -24,12 +25,7 @@ CONFIG = ViTConfig(
 
 def tiny_vit(seed=0, config=CONFIG):
     """With weights large enough that all that happens to tokens shows in the features."""
-    model = ViT(config, WeightFormat(), rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(seed)
-    for _, variable in nnx.to_flat_state(nnx.state(model)):
-        if variable.ndim == 2:
-            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
-    return model
+    return fill(lambda: ViT(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(seed))
 
 
 def save_vit(path, seed=0):
