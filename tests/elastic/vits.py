@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfer.elastic import Dataset
+from jaxinfer.elastic import Dataset, TrainingConfig
 from jaxinfer.models import ViT, ViTConfig, WeightFormat
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind
 from jaxinfer.models.files.loading import save_model
@@ -28,15 +28,19 @@ def tiny_vit(seed=0, config=CONFIG):
     return fill(lambda: ViT(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(seed))
 
 
-def save_vit(path, seed=0):
-    save_model(path, tiny_vit(seed), family="vit")
+def save_vit(path, seed=0, config=CONFIG):
+    save_model(path, tiny_vit(seed, config), family="vit")
     return path
 
 
-def stripes(count=120, seed=0, names=("rows", "columns")):
+QUICK = TrainingConfig(steps=20, batch=8)
+"""Of all tasks that tests register, of 40 images: one shape, for which training is compiled once."""
+
+
+def stripes(count=40, seed=0, names=("rows", "columns")):
     """Stripes across or along, in noise."""
     rng = np.random.default_rng(seed)
-    labels = rng.integers(0, len(names), count)
+    labels = rng.permutation(np.arange(count) % len(names))  # as many of each: shapes do not depend on the seed
     images = rng.integers(0, 90, (count, SIZE, SIZE, 3))
     for image, label in zip(images, labels, strict=True):
         if label:
