@@ -33,6 +33,11 @@ def save_vit(path, seed=0, config=CONFIG):
     return path
 
 
+_PRODUCTS = 3 * CONFIG.patch_size**2 + CONFIG.embed  # of patches, and of a head
+_PRODUCTS += CONFIG.layers * (3 * CONFIG.embed + CONFIG.mlp.hidden + CONFIG.attention.head_dim + CONFIG.patches + 1)
+TOLERANCE = 4 * np.finfo(np.float32).eps * _PRODUCTS**0.5
+"""Of probabilities, which are at most 1, by the order in which programs add the products that lead to one of them."""
+
 QUICK = TrainingConfig(steps=20, batch=8)
 """Of all tasks that tests register, of 40 images: one shape, for which training is compiled once."""
 
