@@ -2,7 +2,7 @@
 
     python examples/stream_weights.py examples/demo_model --weights disk
 
-The first use writes the layers beside the model (`layers-*`), in the format in which they are read. For a model that
+The first use writes the layers to the cache (`jaxinfer cache`), in the format in which they are read. For a model that
 does not fit your memory, `--weights auto --device-memory 12GiB` keeps as many layers as fit.
 """
 

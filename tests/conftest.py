@@ -116,12 +116,12 @@ def service_options():
 @pytest.fixture(scope="session")
 def registered(vit, tmp_path_factory, service_options):
     """A repository with the task "stripes", with 2 prompts."""
-    from jaxinfer.elastic import Service, TrainingConfig
-    from tests.elastic.vits import stripes
+    from jaxinfer.elastic import Service
+    from tests.elastic.vits import QUICK, stripes
 
     folder = tmp_path_factory.mktemp("tasks")
     service = Service.from_checkpoint(vit, repository=folder, **service_options)
-    service.register_task("stripes", stripes(), prompts=[2], training=TrainingConfig(steps=40, batch=16))
+    service.register_task("stripes", stripes(120), prompts=[2], training=QUICK)
     return folder
 
 

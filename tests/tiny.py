@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -76,14 +78,24 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def random_model(config: DecoderConfig) -> Decoder:
-    """A model whose outputs are far from uniform, so that mistakes show."""
-    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
+def fill[Model: nnx.Module](make: Callable[[], Model], rng: np.random.Generator) -> Model:
+    """A model of random matrices, whose other biases are 0 and scales 1. Nothing is compiled to make it.
+
+    Its outputs are far from uniform, so that mistakes show.
+    """
+    model = nnx.eval_shape(make)
     for name, variable in nnx.to_flat_state(nnx.state(model)):
-        if variable.ndim >= 2 or name[-1] == "selection_bias":
-            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+        if len(variable.shape) >= 2 or name[-1] == "selection_bias":
+            value = rng.normal(0, 0.4, variable.shape)
+        else:
+            value = np.full(variable.shape, {"bias": 0, "scale": 1}[name[-1]])
+        variable.set_value(jax.device_put(value.astype(variable.dtype), jax.devices()[0]))
     return model
+
+
+def random_model(config: DecoderConfig) -> Decoder:
+    """A decoder of `fill`."""
+    return fill(lambda: Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(0))
 
 
 def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG) -> Path:

@@ -48,7 +48,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
         model = args.work_dir / f"streaming-{name}"
         if not model.exists():
             _save(model, spread)
-        folder = write_layer_files(open_model(model))
+        folder = write_layer_files(open_model(model), model)
         measured = _measure(model, args.rounds)
         ceiling = fio(folder, FIO, FIO_SECONDS) if shutil.which("fio") else measure_disk(folder)
         by = "fio" if shutil.which("fio") else "measure_disk"

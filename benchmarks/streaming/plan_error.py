@@ -49,7 +49,7 @@ def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
     """Predict the seconds of a pass over one token before the model is loaded, and measure them."""
     mesh = None if tensor == 1 else MeshConfig(tensor=tensor)
     opened = open_model(model, mesh=mesh)
-    write_layer_files(opened)
+    write_layer_files(opened, opened.folder)
     placement = plan_placement(opened, EngineConfig(max_batch=1, context=CONTEXT), MemoryConfig(weights="disk"))
     assert placement is not None
     planned = plan_pass(opened, placement)

@@ -46,5 +46,5 @@ class Settings(NamedTuple):
         folder = self.folder / "model"
         if not folder.exists():
             convert(self.large_hf(), folder)
-            write_layer_files(open_model(folder))
+            write_layer_files(open_model(folder), folder)
         return folder

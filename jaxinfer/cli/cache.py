@@ -8,6 +8,7 @@ import typer
 
 KINDS = {
     "executables": "compiled programs; without them a start compiles",
+    "layers": "layers of models that were streamed from disk, as devices take them",
     "leaves": "what weights a model has; without it a start builds the model to know",
     "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
@@ -35,7 +36,7 @@ def cache(
 ) -> None:
     """Show what is kept on disk between starts, where, and how large it is.
 
-    It may be deleted at any time, files of layers while no process reads them.
+    It may be deleted at any time. Files of layers that a process streams are left.
     """
     if directory is not None:
         return _layer_files(directory, clear)
@@ -47,7 +48,10 @@ def cache(
     folder = cache_folder()
     before = {name: _sizes(folder / name) for name in KINDS}
     if clear:
-        for name in KINDS:
+        from jaxinfer.streaming.layer_folders import remove_layer_folders
+
+        remove_layer_folders(folder / "layers")
+        for name in KINDS.keys() - {"layers"}:
             shutil.rmtree(folder / name, ignore_errors=True)
     shown = table("", "", "files", "size", figures=2, title=str(folder))
     kept = {name: _sizes(folder / name) for name in KINDS}

@@ -56,7 +56,7 @@ HostMemoryOption = Annotated[
 ]
 LayerFilesOption = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Where files of layers are written and read (default: in the model directory)."),
+    typer.Option(metavar="DIR", help="Where files of layers are kept (default: in the cache; of convert: in OUT_DIR)."),
 ]
 PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]

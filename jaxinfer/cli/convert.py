@@ -142,7 +142,7 @@ class _Run:
 
         dtype = dtype or default_dtype(None) or Description.read(model).dtype
         opened = open_model(model, mesh=self.mesh, rules=self.rules, dtype=dtype)
-        folder = write_layer_files(opened, self.layer_files)
+        folder = write_layer_files(opened, self.layer_files or model)
         return f"{folder}: its layers, for runs in {describe_format(opened)}"
 
 

@@ -44,6 +44,24 @@ class UntrustedFolderError(OSError):
     """A folder that another user may have filled, or may fill."""
 
 
+def make_private(folder: Path) -> bool:
+    """Close a folder to others; return whether they could write to it, so that what is in it may be theirs.
+
+    Raises UntrustedFolderError if it is another user's, or a link, and OSError if it is not there.
+    """
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedFolderError(f"{folder} is not used: it is a link")
+    if status.st_uid != os.geteuid():
+        raise UntrustedFolderError(f"{folder} is not used: it belongs to another user")
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    if not stat.S_IMODE(status.st_mode) & 0o077:
+        return False
+    folder.chmod(0o700)
+    return bool(status.st_mode & _OTHERS_WRITE)
+
+
 class KeptFiles:
     """A folder of files by name, which any number of processes and threads read and write without a lock.
 
@@ -116,21 +134,8 @@ class KeptFiles:
         return {entry.name: status.st_size for entry, status in self._entries() if not entry.name.startswith(".")}
 
     def _make_private(self) -> None:
-        """Close the folder to others. If they could write to it, its files are deleted: they may be theirs.
-
-        Raises UntrustedFolderError if it is another user's, or a link, and OSError if it is not there.
-        """
-        status = self.folder.lstat()
-        if stat.S_ISLNK(status.st_mode):
-            raise UntrustedFolderError(f"{self.folder} is not used: it is a link")
-        if status.st_uid != os.geteuid():
-            raise UntrustedFolderError(f"{self.folder} is not used: it belongs to another user")
-        if not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(f"{self.folder} is not a folder")
-        if not stat.S_IMODE(status.st_mode) & 0o077:
-            return
-        self.folder.chmod(0o700)
-        if status.st_mode & _OTHERS_WRITE:
+        """Close the folder to others. If they could write to it, its files are deleted. Raises as `make_private`."""
+        if make_private(self.folder):
             for entry, _ in self._entries():
                 self.remove(entry.name)
             self._warn(f"{self.folder} was open to other users: what was in it is deleted")

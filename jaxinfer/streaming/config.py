@@ -32,7 +32,7 @@ class MemoryOptions(TypedDict, total=False):
     prefetch: int | None
     """Layers fetched ahead of the one that computes; None: chosen by the costs of earlier fetches."""
     layer_files: str | os.PathLike[str] | None
-    """The folder where layer files are written and read; None: the model directory."""
+    """The folder where layer files are written and read; None: the cache, unless the model directory has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

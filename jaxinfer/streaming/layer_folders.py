@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import re
+import shutil
 import stat
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +19,7 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.layer_files import FORMAT, LayerFiles, describe_layers, write_layers
 from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.checkpoints.writing import sole_owner
-from jaxinfer.disk_cache import keys
+from jaxinfer.disk_cache import cache_folder, keys, make_private
 from jaxinfer.models.config import DecoderConfig, ModelConfig
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
@@ -40,15 +43,24 @@ def open_layer_files(
 ) -> LayerFiles:
     """Open the files of a model for reading, in the format in which it was opened; write them if they are missing.
 
+    Nobody removes files of layers while they are open.
+
     Args:
-      base: the folder that holds the folder with them; None: the model directory.
-      whole: whether one file has all leaves, in place of a file for each layer.
+      base: the folder that holds the folder with them; None: the model directory if they are there, else the user's
+        cache folder.
+      whole: whether one file has all leaves, in place of a file for each layer. It may be removed: models that run in
+        hundreds would have as many folders open.
       preadv: see `LayerFiles`.
 
     Raises CheckpointError for files that are damaged, do not fit the model, or cannot be written.
     """
-    files = LayerFiles(write_layer_files(opened, base, whole=whole), preadv)
-    files.check(_parts(opened, whole))
+    while (held := _hold(folder := write_layer_files(opened, base, whole=whole))) is None:
+        pass  # it was removed meanwhile
+    with held:
+        files = LayerFiles(folder, preadv)
+        files.check(_parts(opened, whole))
+        if not whole:
+            weakref.finalize(files, held.pop_all().close)
     return files
 
 
@@ -61,20 +73,26 @@ def write_layer_files(
     """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
     folder, parts = layer_folder(opened, base, whole=whole), _parts(opened, whole)
     experts = [] if whole else experts_of(opened.config)
+    total_bytes = sum(shape.size * shape.dtype.itemsize for part in parts for shape in part.values())
+    if folder.parent == _cached():
+        _open_cache(folder, total_bytes)
     remove_unfinished(folder.parent)
     write_layers(
         folder,
         len(parts) - len(experts),
         lambda index: read_leaves(opened, parts[index]),
         experts=experts,
-        total_bytes=sum(shape.size * shape.dtype.itemsize for part in parts for shape in part.values()),
+        total_bytes=total_bytes,
         about=f"{opened.folder.resolve()}: {describe_format(opened)}",
     )
     return folder
 
 
 def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False) -> pathlib.Path:
-    """Return the folder of a model's files in this format and division: another format has another folder."""
+    """Return the folder of a model's files in this format and division: another format has another folder.
+
+    base: as of `open_layer_files`.
+    """
     key = {
         "revision": [FORMAT, REVISION],
         "files": {name: file.sha256 for name, file in opened.manifest.files.items()},
@@ -84,7 +102,42 @@ def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole
         "rules": str(opened.rules) if opened.mesh is not None else None,
         "whole": whole,
     }
-    return (base or opened.folder).resolve() / f"layers-{keys.digest(key)[:16]}"
+    name = f"layers-{keys.digest(key)[:16]}"
+    beside = (base or opened.folder).resolve() / name
+    return beside if base is not None or beside.exists() else _cached() / name
+
+
+def _cached() -> pathlib.Path:
+    """Return the folder of the user's cache that has layer folders of all models."""
+    return (cache_folder() / "layers").absolute()
+
+
+def _open_cache(folder: pathlib.Path, needed: int) -> None:
+    """Make the cache that will have a folder, for this user alone, and room in it for what is not there yet.
+
+    The least recently used folders are deleted until all, with the new one, take at most half of what the disk would
+    have free without them. A folder that is in use stays, and so does the new one, however large it is.
+
+    Raises CheckpointError if the user cannot have the cache alone.
+    """
+    base = folder.parent
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make_private(base):
+            for path in _matching(base, _NAME):  # others may have filled them
+                shutil.rmtree(path)
+        if folder.exists():
+            return
+        found = [(path.stat().st_mtime, _bytes(path), path) for path in _matching(base, _NAME)]
+        kept = sum(size for _, size, _ in found)
+        surplus = needed + kept - (shutil.disk_usage(base).free + kept) // 2
+    except OSError as error:
+        raise CheckpointError(f"{base}: layers cannot be kept here ({error}); name a folder by layer_files.") from error
+    for _, size, path in sorted(found):
+        if surplus <= 0:
+            break
+        with contextlib.suppress(OSError):
+            surplus -= size if _remove(path) else 0
 
 
 def experts_of(config: ModelConfig) -> list[tuple[int, int]]:
@@ -168,11 +221,41 @@ def find_layer_folders(base: pathlib.Path) -> list[LayerFolder]:
 
 
 def remove_layer_folders(base: pathlib.Path) -> None:
-    """Delete all layer folders except those being written. A process that reads one ends with an error."""
+    """Delete all layer folders except those being written, or open for streaming."""
     remove_unfinished(base)
     for path in _matching(base, _NAME):
-        with contextlib.suppress(CheckpointError), sole_owner(base / f".{path.name}.partial") as partial:
-            path.rename(partial / path.name)  # so that nobody sees parts of it
+        _remove(path)
+
+
+def _hold(folder: pathlib.Path) -> contextlib.ExitStack | None:
+    """Keep others from removing a folder until the result is closed; None if it is not there any more."""
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return stack.pop_all()  # whoever reads it says what is wrong
+        stack.callback(os.close, handle)
+        with contextlib.suppress(OSError):  # where a file system has no locks, nobody gets the one to remove it either
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        if not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle))):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(handle)  # used now
+        return stack.pop_all()
+
+
+def _remove(folder: pathlib.Path) -> bool:
+    """Delete a layer folder, unless it is in use; return whether it is gone."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(CheckpointError, FileNotFoundError, BlockingIOError))
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        partial = stack.enter_context(sole_owner(folder.parent / f".{folder.name}.partial"))
+        folder.rename(partial / folder.name)  # so that nobody sees parts of it
+    return not folder.exists()
 
 
 def remove_unfinished(base: pathlib.Path) -> None:

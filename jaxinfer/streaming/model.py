@@ -42,7 +42,7 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     """Read the weights that stay on the devices and in the host's memory; write missing layer files if any are on disk.
 
     Args:
-      layer_files: the folder of the layer files; None: the model directory.
+      layer_files: the folder of the layer files; None: as `open_layer_files` chooses.
 
     Raises CheckpointError for files that are damaged or cannot be written.
     """

@@ -1,5 +1,6 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
+import dataclasses
 import io
 import signal
 
@@ -12,12 +13,14 @@ from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import read_run
 from tests.elastic.conftest import options, service
-from tests.elastic.vits import save_vit, stripes
+from tests.elastic.vits import CONFIG, save_vit, stripes
 
 Image = pytest.importorskip("PIL.Image")
 
 
 __all__ = ["options", "service"]
+
+FEW_TOKENS = dataclasses.replace(CONFIG, patch_size=4)  # and so few levels by default
 
 
 def run(*args):
@@ -28,8 +31,8 @@ def run(*args):
 def folders(tmp_path_factory):
     """A model, a folder of images for each class, and a repository with a task of them."""
     base = tmp_path_factory.mktemp("elastic")
-    save_vit(base / "vit")
-    dataset = stripes(60)
+    save_vit(base / "vit", config=FEW_TOKENS)
+    dataset = stripes()
     for index, (image, label) in enumerate(zip(dataset.images, dataset.labels, strict=True)):
         file = base / "images" / dataset.names[label] / f"{index:02}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def test_register_profile_classify(folders):
 
     shown = run("profile", folders / "vit", *options)
     assert shown.exit_code == 0, shown.output
-    assert "12 validation images" in shown.output
+    assert "8 validation images" in shown.output
     anew = run("profile", folders / "vit", "--data", images, *options)
     assert anew.exit_code == 0, anew.output
     assert (folders / "vit" / "tasks" / "stripes" / "v2").is_dir()
@@ -99,7 +102,7 @@ def test_run_simulate_report(folders, tmp_path):
     assert "poisson at 0.80x the capacity of level 0, live" in done.output
     assert page.read_text().count("<h2>") == 4  # the levels, simulated, live, the trace
     for arguments, message in (
-        (("simulate", *common, "--policy", "level-3"), "policy 'level-3': there is no such level; levels: -8, -6"),
+        (("simulate", *common, "--policy", "level-3"), "policy 'level-3': there is no such level; levels: -2, -1, 0"),
         (("run", *common, "--task", "faces"), "no task 'faces'; known: stripes"),
         (("run", *common, "--data", "faces=faces"), "--data is of the task 'faces'; queried tasks: stripes"),
         (("report", tmp_path), "no runs (*.jsonl)"),

@@ -54,7 +54,7 @@ def test_contents_of_a_model(model):
     assert rows["stored bytes"] == rows["weights"] == "49.6 kB"
     assert rows["tokenizer"] == "no: token ids only"
     assert "layer files" not in rows
-    write_layer_files(open_model(model))
+    write_layer_files(open_model(model), model)
     assert _rows(model)["layer files"].startswith("1 folder of ")
     remove_layer_folders(model)
 

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfer.elastic import Dataset
+from jaxinfer.elastic import Dataset, TrainingConfig
 from jaxinfer.models import ViT, ViTConfig, WeightFormat
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind
 from jaxinfer.models.files.loading import save_model
+from tests.tiny import fill
 
 SIZE = 8
 CONFIG = ViTConfig(
@@ -24,23 +25,27 @@ CONFIG = ViTConfig(
 
 def tiny_vit(seed=0, config=CONFIG):
     """With weights large enough that all that happens to tokens shows in the features."""
-    model = ViT(config, WeightFormat(), rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(seed)
-    for _, variable in nnx.to_flat_state(nnx.state(model)):
-        if variable.ndim == 2:
-            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
-    return model
+    return fill(lambda: ViT(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(seed))
 
 
-def save_vit(path, seed=0):
-    save_model(path, tiny_vit(seed), family="vit")
+def save_vit(path, seed=0, config=CONFIG):
+    save_model(path, tiny_vit(seed, config), family="vit")
     return path
 
 
-def stripes(count=120, seed=0, names=("rows", "columns")):
+_PRODUCTS = 3 * CONFIG.patch_size**2 + CONFIG.embed  # of patches, and of a head
+_PRODUCTS += CONFIG.layers * (3 * CONFIG.embed + CONFIG.mlp.hidden + CONFIG.attention.head_dim + CONFIG.patches + 1)
+TOLERANCE = 4 * np.finfo(np.float32).eps * _PRODUCTS**0.5
+"""Of probabilities, which are at most 1, by the order in which programs add the products that lead to one of them."""
+
+QUICK = TrainingConfig(steps=20, batch=8)
+"""Of all tasks that tests register, of 40 images: one shape, for which training is compiled once."""
+
+
+def stripes(count=40, seed=0, names=("rows", "columns")):
     """Stripes across or along, in noise."""
     rng = np.random.default_rng(seed)
-    labels = rng.integers(0, len(names), count)
+    labels = rng.permutation(np.arange(count) % len(names))  # as many of each: shapes do not depend on the seed
     images = rng.integers(0, 90, (count, SIZE, SIZE, 3))
     for image, label in zip(images, labels, strict=True):
         if label:

@@ -1,5 +1,7 @@
 """The elastic examples, tiny: a backbone is trained, a task registered, its test images classified at all levels."""
 
+import dataclasses
+
 import pytest
 
 from examples import elastic_vision, train_elastic_vit
@@ -10,26 +12,26 @@ pytest.importorskip("mlxtend")
 
 
 def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
-    model = save_vit(tmp_path / "vit")
-    options = ["--model", model, "--repository", model / "tasks", "--merge-levels", -4, "--max-batch", 2]
+    model = save_vit(tmp_path / "vit", config=dataclasses.replace(CONFIG, patch_size=4))
+    options = ["--model", model, "--repository", model / "tasks", "--merge-levels", -2, "--max-batch", 1]
     args = elastic_vision.parse([*map(str, options), "--tasks", "faces", "--prompts", "2", "--steps", "20"])
     elastic_vision.main(args)
     elastic_vision.main(args)  # does not train again
     assert [path.name for path in (model / "tasks" / "faces").iterdir()] == ["v1"]
     printed = capsys.readouterr().out
-    assert printed.count("6 programs, none compiled from here on") == 2
-    for level in ("-4", "0", "+2"):
+    assert printed.count("3 programs, none compiled from here on") == 2
+    for level in ("-2", "0", "+2"):
         assert any(line.split()[:1] == [level] for line in printed.splitlines()), printed
-    assert "faces at level -4: " in printed
+    assert "faces at level -2: " in printed
 
     elastic_serving = pytest.importorskip("examples.elastic_serving")  # matplotlib
-    options = ["--model", model, "--tasks", "faces", "--max-batch", 2, "--merge-levels", -4, "--out", tmp_path / "runs"]
-    short = ["--seconds", 0.5, "--samples", 5, "--policies", "elastic", "level-4"]
+    options = ["--model", model, "--tasks", "faces", "--max-batch", 1, "--merge-levels", -2, "--out", tmp_path / "runs"]
+    short = ["--seconds", 0.5, "--samples", 5, "--policies", "elastic", "level-2"]
     elastic_serving.main(elastic_serving.parse(list(map(str, [*options, *short]))))
     printed = capsys.readouterr().out
     assert "bursty at 0.80x the capacity of level 0, live" in printed
     files = sorted(file.name for file in (tmp_path / "runs").iterdir())
-    assert files == ["report.html", "wall-bursty-0.80x-elastic-0.jsonl", "wall-bursty-0.80x-level-4-0.jsonl"]
+    assert files == ["report.html", "wall-bursty-0.80x-elastic-0.jsonl", "wall-bursty-0.80x-level-2-0.jsonl"]
 
 
 def test_a_backbone_is_trained(tmp_path):

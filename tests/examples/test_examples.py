@@ -54,12 +54,14 @@ def test_async_generate(model_dir, capsys):
     assert "given up after" in printed
 
 
-def test_stream_weights(model_dir, capsys, monkeypatch):
+def test_stream_weights(capsys, monkeypatch):
     monkeypatch.setattr(stream_weights, "PROMPTS", stream_weights.PROMPTS[:1])  # few programs to compile
-    texts = stream_weights.run(str(model_dir), "disk", None, max_tokens=4)
+    before = {file for file in (ROOT / "examples").rglob("*") if "__pycache__" not in file.parts}
+    texts = stream_weights.run(DEMO, "disk", None, max_tokens=4)
     printed = capsys.readouterr().out
-    assert "layers: 2 on disk" in printed
+    assert "layers: 8 on disk" in printed
     assert all(text in printed for text in texts)
+    assert before == {file for file in (ROOT / "examples").rglob("*") if "__pycache__" not in file.parts}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 
 import crc32c
 import jax
@@ -61,16 +62,23 @@ def test_another_content_is_another_revision():
     assert found == REVISED[layer_folders.REVISION]
 
 
-def test_each_format_has_a_folder_of_its_own(model, monkeypatch):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of layers in a cache of its own."""
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "layers"
+
+
+def test_each_format_has_a_folder_of_its_own(model, monkeypatch, cache):
     found = {layer_folder(open_model(model, **options)) for options in FORMATS.values()}
     found.add(layer_folder(open_model(model), whole=True))
     monkeypatch.setattr(layer_folders, "REVISION", layer_folders.REVISION + 1)
     found.add(layer_folder(open_model(model)))
     assert len(found) == len(FORMATS) + 2
-    assert {path.parent for path in found} == {model}
+    assert {path.parent for path in found} == {cache}
 
 
-def test_files_of_another_model_are_refused(model):
+def test_files_of_another_model_are_refused(model, cache):
     opened = open_model(model)
     other = write_layer_files(opened, whole=True)
     shutil.copytree(other, folder := layer_folder(opened))
@@ -80,7 +88,7 @@ def test_files_of_another_model_are_refused(model):
     assert len(open_layer_files(opened).layers) == 2
 
 
-def test_of_a_mesh_each_slice_is_compared(model):
+def test_of_a_mesh_each_slice_is_compared(model, cache):
     opened = open_model(model, mesh=MeshConfig(tensor=2))
     shutil.copytree(write_layer_files(open_model(model)), layer_folder(opened))
     with pytest.raises(CheckpointError, match="is not the model's; remove"):
@@ -98,6 +106,47 @@ def test_they_can_be_in_another_folder(model, tmp_path):
     assert found.bytes == sum(file.stat().st_size for file in folder.iterdir())
 
 
+def test_by_default_they_are_in_a_cache_that_nobody_else_can_fill(model, cache):
+    before = sorted(os.listdir(model))
+    folder = open_layer_files(open_model(model)).folder
+    assert (folder.parent, stat.S_IMODE(cache.stat().st_mode)) == (cache, 0o700)
+    assert sorted(os.listdir(model)) == before
+    (folder / "layer-00000.bin").write_bytes(b"another's")
+    cache.chmod(0o777)
+    files = open_layer_files(open_model(model))
+    assert (folder / "layer-00000.bin").stat().st_size == files.layers[0].bytes
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    shutil.rmtree(cache)
+    cache.symlink_to(model)
+    with pytest.raises(CheckpointError, match=r"cache/layers: .* it is a link\); name a folder by layer_files"):
+        open_layer_files(open_model(model))
+
+
+def test_in_the_cache_those_used_longest_ago_make_room_unless_they_are_in_use(model, cache, monkeypatch):
+    opened = [open_model(model, **options) for options in FORMATS.values()]
+    float32, bfloat16, int8, *_ = folders = [layer_folder(each) for each in opened]
+    for each in opened[:3]:
+        write_layer_files(each)
+    for age, folder in enumerate((float32, bfloat16, int8)):
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    held = [open_layer_files(opened[2])]  # it has become the one that was used last
+    os.utime(int8, (1, 1))  # and is the oldest again
+    kept = sum(found.bytes for found in find_layer_folders(cache))
+    usage = shutil.disk_usage(cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=kept + 1_000_000))
+    write_layer_files(opened[3])
+    assert all(folder.exists() for folder in folders[:4])
+    kept = sum(found.bytes for found in find_layer_folders(cache))
+    needed = sum(leaf.size * leaf.dtype.itemsize for layer in (0, 1) for leaf in opened[4].layer_shapes(layer))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=kept + 2 * needed - 1))
+    write_layer_files(opened[4])
+    assert [folder.exists() for folder in folders] == [True, False, True, True, True]
+    held.clear()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    write_layer_files(opened[1])
+    assert [folder.exists() for folder in folders] == [False, True, False, False, True]
+
+
 def test_what_killed_writers_left_is_cleaned_by_the_next(model):
     """Whatever format they wrote; that which another process is writing is left alone."""
     killed, writing = model / f".layers-{'0' * 16}.partial", model / f".layers-{'1' * 16}.partial"
@@ -106,17 +155,17 @@ def test_what_killed_writers_left_is_cleaned_by_the_next(model):
         (partial / "layers" / "layer-00000.bin").write_bytes(bytes(5000))
     handle = os.open(writing, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    write_layer_files(open_model(model))
+    write_layer_files(open_model(model), model)
     assert [found.bytes for found in find_layer_folders(model) if found.path == writing] == [5000]
     assert not killed.exists()
     os.close(handle)  # it is killed, too
-    write_layer_files(open_model(model))
+    write_layer_files(open_model(model), model)
     assert not writing.exists()
 
 
 def test_all_are_removed_and_nothing_else(model, tmp_path):
     for options in ({}, {"dtype": "bfloat16"}):
-        write_layer_files(open_model(model, **options))
+        write_layer_files(open_model(model, **options), model)
     (tmp_path / "mine").mkdir()
     (model / f"layers-{'2' * 16}").symlink_to(tmp_path / "mine")
     (model / "layers-mine").mkdir()
@@ -127,6 +176,10 @@ def test_all_are_removed_and_nothing_else(model, tmp_path):
         "float32",
         "of another version, or damaged",
     ]
+    reading = open_layer_files(open_model(model))  # beside the model, where they are
+    remove_layer_folders(model)
+    assert [folder.path for folder in find_layer_folders(model)] == [reading.folder]
+    del reading
     remove_layer_folders(model)
     assert not find_layer_folders(model)
     assert (tmp_path / "mine").exists()

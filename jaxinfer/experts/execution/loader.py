@@ -58,7 +58,7 @@ def write_expert(opened: OpenedModel) -> pathlib.Path:
 
 def _base(opened: OpenedModel) -> pathlib.Path:
     """Return the folder of an expert's file: the checkpoint's, or the cache folder where that is read-only."""
-    folder = layer_folder(opened, whole=True)
+    folder = layer_folder(opened, opened.folder, whole=True)
     if folder.exists() or os.access(folder.parent, os.W_OK):
         return folder.parent
     return cache_folder() / "experts"

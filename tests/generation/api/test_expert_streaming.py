@@ -121,11 +121,11 @@ def test_each_expert_has_a_file_and_is_read_by_itself(mixture, tmp_path):
         np.testing.assert_array_equal(part[f"layers.1.mlp.experts.down.weight@{expert}"], whole[min(names)][expert])
 
 
-def test_a_damaged_expert_ends_the_request_by_name_and_the_next_one_goes_on(mixture):
-    llm = LLM(mixture, weights="disk", **ONE)
+def test_a_damaged_expert_ends_the_request_by_name_and_the_next_one_goes_on(mixture, tmp_path):
+    llm = LLM(mixture, weights="disk", layer_files=tmp_path, **ONE)
     want = tokens(llm)
     llm.engine.executor.restart()  # as an abort does: nothing is there any more
-    files = sorted(layer_folder(open_model(mixture)).glob("expert-00001-*.bin"))
+    files = sorted(layer_folder(open_model(mixture), tmp_path).glob("expert-00001-*.bin"))
     kept = {file: file.read_bytes() for file in files}
     for file, content in kept.items():
         file.write_bytes(b"\1" * len(content))

@@ -14,7 +14,7 @@ from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.models.files.verification import compare_tensors
 from jaxinfer.sharding import MeshConfig
-from jaxinfer.streaming.layer_folders import open_layer_files
+from jaxinfer.streaming.layer_folders import open_layer_files, write_layer_files
 from tests.generation.api.test_embedding import GOLDEN as ENCODER
 from tests.models import goldens
 from tests.tiny import save_tiny
@@ -55,8 +55,7 @@ def test_streamed_from_disk(tiny, model_dir, tmp_path):
 
 def test_layer_files_are_found_beside_it(tiny, tmp_path):
     model = shutil.copytree(tiny, tmp_path / "model")
-    loaded = load_model(model)
-    folder = open_layer_files(loaded).folder
+    folder = write_layer_files(load_model(model), model)
     assert {file.name for file in model.iterdir()} == {SINGLE_FILE, folder.name}
     assert open_layer_files(load_model(model)).folder == folder
 

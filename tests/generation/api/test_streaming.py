@@ -649,14 +649,15 @@ def test_what_cannot_be_is_refused(model_dir, options, error, message):
         LLM(model_dir, **options)
 
 
-def test_damaged_files_are_refused_when_loading(deep):
-    folder = layer_folder(open_model(deep))
-    LLM(deep, weights="disk", **ONE)
+def test_damaged_files_are_refused_when_loading(deep, tmp_path):
+    options = {"weights": "disk", "layer_files": tmp_path, **ONE}
+    folder = layer_folder(open_model(deep), tmp_path)
+    LLM(deep, **options)
     os.truncate(folder / "layer-00000.bin", 10)
     with pytest.raises(CheckpointError, match=r"layer-00000\.bin has 10 bytes"):
-        LLM(deep, weights="disk", **ONE)
+        LLM(deep, **options)
     shutil.rmtree(folder)  # as the error says
-    generate(LLM(deep, weights="disk", **ONE), GREEDY)
+    generate(LLM(deep, **options), GREEDY)
 
 
 @pytest.mark.slow
