@@ -6,7 +6,6 @@ import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
@@ -105,8 +104,9 @@ def combined(tensors: dict[str, np.ndarray], sources: dict[str, Source]) -> dict
     return leaves | {leaf: np.stack([by_expert[i] for i in range(len(by_expert))]) for leaf, by_expert in parts.items()}
 
 
+@functools.cache
 def abstract(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
-    """The model without its weights."""
+    """The model without its weights: one for all tests, which leave it as it is."""
     kind = Decoder if isinstance(config, DecoderConfig) else Encoder
     return nnx.eval_shape(lambda: kind(config, weights, rngs=nnx.Rngs(0)))
 
@@ -124,7 +124,7 @@ def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.Stat
     if int8:
         leaves = quantized(leaves, leaf_shapes(nnx.merge(graph, state)))
     flat = [
-        (path, leaf.replace(jnp.asarray(leaves[leaf_name(path)], leaf.get_value().dtype)))
+        (path, leaf.replace(jax.device_put(np.asarray(leaves[leaf_name(path)], leaf.get_value().dtype))))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return graph, nnx.from_flat_state(flat)
@@ -169,7 +169,10 @@ def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KV
     rng = np.random.default_rng(0)
     table = rng.permutation(count)[: batch * pages_per_row].reshape(batch, pages_per_row).astype(np.int32)
     shape = (count, PAGE_SIZE, config.attention.kv_heads, config.attention.head_dim)
-    caches = [KVPages(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in "kv")) for _ in range(config.layers)]
+    caches = [
+        KVPages(*(jax.device_put(rng.normal(size=shape).astype(np.float32)) for _ in "kv"))
+        for _ in range(config.layers)
+    ]
     return caches, table
 
 

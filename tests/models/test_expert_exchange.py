@@ -87,7 +87,7 @@ def test_gives_what_one_device_gives(mesh, exchange):
     check(mesh, config(shared=SharedMix.ADD), tokens_of(8), np.arange(8) % 3 > 0, exchange)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", FEW_EXCHANGES)
 @pytest.mark.parametrize("shared", [SharedMix.GATED, *slow(SharedMix.RESIDUAL)])
 def test_every_way_of_adding_the_shared_mlp(shared, exchange):
     check(ALL_AXES, config(shared=shared), tokens_of(4), np.full(4, True), exchange)

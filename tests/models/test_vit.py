@@ -213,7 +213,7 @@ def check(config, adaptation, prompts=None):
     [
         pytest.param(DEEP, 5, MergeSchedule.CONSTANT, marks=pytest.mark.slow),
         pytest.param(MEAN, 13, MergeSchedule.DECREASING, marks=pytest.mark.slow),
-        (MEAN, 20, MergeSchedule.CONSTANT),
+        (dataclasses.replace(MEAN, layers=6), 40, MergeSchedule.CONSTANT),
         (dataclasses.replace(DEEP, layers=3), 20, MergeSchedule.DECREASING),
     ],
 )
