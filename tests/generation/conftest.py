@@ -3,6 +3,7 @@ import pytest
 from jaxinfer.generation import LLM
 from jaxinfer.generation.engine.config import EngineConfig
 from tests.generation import sampled
+from tests.generation.ways import Ways
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
 SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
@@ -24,6 +25,12 @@ def processing_llm(model_dir):
     """One device, for all that is compared with it. Programs with logits processors are compiled for every engine."""
     processors = {"even": sampled.only_even, "next": sampled.next_of_last}
     return LLM(model_dir, max_decode_passes=4, logits_processors=processors, **sampled.SIZES)
+
+
+@pytest.fixture(scope="session")
+def ways(tmp_path_factory):
+    """The engines of `tests.generation.ways`."""
+    return Ways(tmp_path_factory.mktemp("ways"))
 
 
 @pytest.fixture
