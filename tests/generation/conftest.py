@@ -6,9 +6,10 @@ from tests.generation import sampled
 from tests.generation.ways import Ways
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
-SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
+SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 16, "chunk_size": 16, "max_decode_passes": 4}
 SMALL_CONFIG = EngineConfig(**SMALL)
 SMALL_PAGES = 14
+PLAIN = {"max_batch": 4, "token_budget": 32, "chunk_size": 32}
 TIGHT = {"max_batch": 2, "token_budget": 16, "chunk_size": 16}
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
@@ -16,8 +17,8 @@ SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 
 @pytest.fixture(scope="session")
 def llm(model_dir):
-    """The engine that its users get. Tests that build it again find its programs in the cache of this run."""
-    return LLM(model_dir)
+    """One device. Tests that build it again find its programs in the cache of this run."""
+    return LLM(model_dir, **PLAIN)
 
 
 @pytest.fixture(scope="session")
