@@ -12,6 +12,8 @@ from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.params import StructuredOutputsParams
 from tests.schemas import random_schema
 
+pytestmark = pytest.mark.xdist_group("ways")
+
 DEMO = Path(__file__).parents[3] / "examples/demo_model"
 
 

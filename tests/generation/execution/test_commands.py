@@ -18,6 +18,8 @@ from tests.generation.sampled import SIZES
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, save_tiny
 
+pytestmark = pytest.mark.xdist_group("ways")
+
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9], [5] * 9]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, logit_bias=dict.fromkeys((5, 6, 7, 8, 9), 6.0)),
