@@ -3,11 +3,13 @@ import pytest
 from jaxinfer.generation import LLM
 from jaxinfer.generation.engine.config import EngineConfig
 from tests.generation import sampled
+from tests.generation.ways import Ways
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
-SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
+SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 16, "chunk_size": 16, "max_decode_passes": 4}
 SMALL_CONFIG = EngineConfig(**SMALL)
 SMALL_PAGES = 14
+PLAIN = {"max_batch": 4, "token_budget": 32, "chunk_size": 32}
 TIGHT = {"max_batch": 2, "token_budget": 16, "chunk_size": 16}
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
@@ -15,8 +17,8 @@ SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 
 @pytest.fixture(scope="session")
 def llm(model_dir):
-    """The engine that its users get. Tests that build it again find its programs in the cache of this run."""
-    return LLM(model_dir)
+    """One device. Tests that build it again find its programs in the cache of this run."""
+    return LLM(model_dir, **PLAIN)
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +26,12 @@ def processing_llm(model_dir):
     """One device, for all that is compared with it. Programs with logits processors are compiled for every engine."""
     processors = {"even": sampled.only_even, "next": sampled.next_of_last}
     return LLM(model_dir, max_decode_passes=4, logits_processors=processors, **sampled.SIZES)
+
+
+@pytest.fixture(scope="session")
+def ways(tmp_path_factory):
+    """The engines of `tests.generation.ways`."""
+    return Ways(tmp_path_factory.mktemp("ways"))
 
 
 @pytest.fixture

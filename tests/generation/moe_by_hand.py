@@ -57,23 +57,25 @@ def mixture(moe: Moe, x):
     return np.stack(outputs), np.stack(experts)
 
 
-def forward(model: Decoder, ids):
+def forward(model: Decoder, ids, length=64):
     """Of one text without any cache: the logits of every position, [T, V], its experts, [T, layers, k], and its vector.
 
-    The vector is the mean of the last hidden ones, of length 1.
+    The vector is the mean of the last hidden ones, of length 1. Texts are padded to one length, for few programs: no
+    token sees what comes after it.
     """
-    tokens = np.asarray(ids, np.int32)[None]
-    x, context = model.enter((TokenRows(tokens, np.arange(len(ids), dtype=np.int32)[None]),))
+    count, padding = len(ids), length - len(ids)
+    tokens = np.pad(np.asarray(ids, np.int32), (0, padding))[None]
+    x, context = model.enter((TokenRows(tokens, np.arange(length, dtype=np.int32)[None]),))
     experts = []
     for layer in model.layers:
         heads, _, _ = layer.attention.heads(x, layer.norm_before_attention, context, None)
         x = layer.add_attention(x, heads)
         if isinstance(layer.mlp, Moe):
-            y, chosen = mixture(layer.mlp, layer.before_mlp(x)[0])
-            x = layer.join_mlp(x, jax.numpy.asarray(y[None], x.dtype))
+            y, chosen = mixture(layer.mlp, layer.before_mlp(x)[0, :count])
+            x = layer.join_mlp(x, jax.numpy.asarray(np.pad(y, ((0, padding), (0, 0)))[None], x.dtype))
             experts.append(chosen)
         else:
             x = layer.add_mlp(x)
     hidden = model.leave(x, context)[0]
-    mean = np.asarray(hidden[0]).mean(axis=0)
-    return np.asarray(model.logits(hidden))[0], np.stack(experts, axis=1), mean / np.linalg.norm(mean)
+    mean = np.asarray(hidden[0, :count]).mean(axis=0)
+    return np.asarray(model.logits(hidden))[0, :count], np.stack(experts, axis=1), mean / np.linalg.norm(mean)

@@ -42,7 +42,7 @@ def adapter(golden, tmp_path_factory):
 def llm(golden, adapter, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / golden[0]
     convert(goldens.DIRECTORY / golden[0], path)
-    return LLM(path, max_batch=2, token_budget=8, chunk_size=8, adapters={"adapter": adapter})
+    return LLM(path, max_batch=1, token_budget=8, chunk_size=8, adapters={"adapter": adapter})
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
-from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
+from tests.generation.conftest import PLAIN, SMALL_CONFIG, SMALL_PAGES, TIGHT
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -312,17 +312,18 @@ def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
     monkeypatch.setattr(
         Operation, "disabled", property(lambda self: recorded.append(disabled.fget(self)) or recorded[-1])
     )
-    LLM(model_dir, kernels=False).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
+    one = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
+    LLM(model_dir, kernels=False, **one).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
     assert recorded
     assert all(recorded)
     recorded.clear()
-    LLM(model_dir).generate([[1, 2, 3]], GREEDY)
+    LLM(model_dir, **one).generate([[1, 2, 3]], GREEDY)
     assert recorded
     assert not any(recorded)
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
-    llm = LLM(model_dir)
+    llm = LLM(model_dir, **PLAIN)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
     assert llm.engine.executor.programs.misses == 0
 
@@ -436,6 +437,6 @@ def test_bad_arguments(llm, tight_llm, model_dir):
     with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
         LLM(model_dir, max_batch=0)
     with pytest.raises(ValueError, match="one page of 16 tokens takes 4096: raise cache_bytes"):
-        LLM(model_dir, cache_bytes=100)
+        LLM(model_dir, cache_bytes=100, **TIGHT)
     with pytest.raises(ValueError, match="the cache has 6"):
         tight_llm.generate([[1] * 20], SamplingParams(max_tokens=90))

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
+from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.models import Decoder, WeightFormat
@@ -20,8 +20,6 @@ from tests.generation.sampled import (
     PROMPTS,
     SAMPLED,
     SIZES,
-    check_logprobs,
-    fail_one_launch,
     generate,
     logprob_errors,
     only_even,
@@ -30,55 +28,19 @@ from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
 
+pytestmark = pytest.mark.xdist_group("ways")
+
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 """An engine of few programs, for one request at a time."""
 
 
-@pytest.fixture(scope="module")
-def pair(processing_llm, model_dir):
-    """One device, and four: two KV heads and 257 tokens are fitted."""
-    options = {"max_decode_passes": 4, "logits_processors": {"even": only_even}, **SIZES}
-    return processing_llm, LLM(model_dir, mesh=MeshConfig(tensor=4), **options)
-
-
-def test_leaves_and_caches_are_split(pair):
-    _, llm = pair
+def test_leaves_and_caches_are_split(ways):
+    llm = ways["mesh"]
     leaves = llm.model.leaves
     for name, axis in (("layers.0.attention.qkv.weight", 0), ("layers.1.mlp.down.weight", 1), ("embed.table", 0)):
         assert leaves[name].addressable_shards[0].data.shape[axis] == leaves[name].shape[axis] // 4
     caches = jax.tree.leaves(llm.engine.executor.state.arrays.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of four copies of two KV heads
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_every_option_draws_the_same_tokens(pair, name):
-    params = SamplingParams(max_tokens=12, **SAMPLED[name])
-    alone, split = (generate(llm, params) for llm in pair)
-    assert split == alone
-
-
-def test_logprobs_are_those_of_one_device(pair):
-    check_logprobs(*pair)
-
-
-def test_beams_prefixes_and_vectors(pair):
-    alone, split = pair
-    beams = [llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=3, max_tokens=6)) for llm in pair]
-    assert [b.token_ids for b in beams[0][0].beams] == [b.token_ids for b in beams[1][0].beams]
-    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6)
-    assert generate(split, several) == generate(alone, several)  # copies pages
-    np.testing.assert_allclose(split.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-5)
-
-
-def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
-    alone, split = pair
-    executor, params = split.engine.executor, SamplingParams(temperature=0, max_tokens=6)
-    before = [x.sharding for x in jax.tree.leaves(executor.state.arrays)]
-    fail_one_launch(executor, monkeypatch)
-    (failed,) = split.generate(PROMPTS[:1], params)
-    assert failed.outputs[0].finish_reason is FinishReason.ERROR
-    assert generate(split, params) == generate(alone, params)
-    assert [x.sharding for x in jax.tree.leaves(executor.state.arrays)] == before
 
 
 # What a pass exchanges
@@ -90,19 +52,19 @@ def collectives(llm, **sizes):
     return read_collectives(program.executable.as_text(), llm.model.mesh.size)
 
 
-def test_a_greedy_pass_exchanges_sums_and_one_pair_a_row(pair):
-    _, llm = pair
+def test_a_greedy_pass_exchanges_sums_and_one_pair_a_row(ways):
+    llm = ways["mesh"]
     found = [c for c in collectives(llm, batch=1, speculative=0, pages=8) if not c.conditions]
     sums = [c for c in found if c.kind == "all-reduce"]
-    assert len(sums) == 2 * CONFIG.layers + 1
+    assert len(sums) == 2 * llm.model.config.layers + 1
     assert {(c.shape[-1], c.bytes) for c in sums} == {(CONFIG.embed, 4 * CONFIG.embed)}
     (best,) = [c for c in found if c.kind != "all-reduce"]
     assert (best.kind, best.bytes) == ("all-gather", 4 * 8)
     assert all(c.participants == 4 for c in found)
 
 
-def test_sampling_exchanges_little(pair):
-    _, llm = pair
+def test_sampling_exchanges_little(ways):
+    llm = ways["mesh"]
     found = collectives(llm, batch=2, speculative=0, pages=8)
     found = [c for c in found if c.kind != "all-reduce" or c.shape[-1] != CONFIG.embed]  # those are of the model
     bounded = [
@@ -165,16 +127,6 @@ def save_random_adapter(path):
         "model.layers.1.mlp.down_proj": random_pair(width, CONFIG.mlp.hidden, 3, rng),
     }
     return save_adapter(path, pairs)
-
-
-@pytest.mark.slow
-def test_adapters(model_dir, tmp_path):
-    adapters = {"a": save_random_adapter(tmp_path / "a")}
-    params = SamplingParams(temperature=0, max_tokens=8, adapter="a")
-    alone = LLM(model_dir, adapters=adapters, **ONE)
-    split = LLM(model_dir, adapters=adapters, mesh=MeshConfig(tensor=4), **ONE)
-    assert generate(split, params, PROMPTS[:1]) == generate(alone, params, PROMPTS[:1])
-    assert generate(split, params) != generate(split, SamplingParams(temperature=0, max_tokens=8))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
-ONE = {"max_batch": 1, "context": 64, "token_budget": 8, "chunk_size": 8}
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 
 
 @pytest.fixture(scope="module")

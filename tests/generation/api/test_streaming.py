@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
+from jaxinfer import LLM, Embedder, FinishReason, SamplingParams
 from jaxinfer.checkpoints import CheckpointError, readers
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
@@ -34,10 +34,13 @@ from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming.layer_folders import layer_folder
 from jaxinfer.streaming.model import layer_ranges
 from jaxinfer.streaming.prefetch import Prefetcher
-from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
+from tests.generation.sampled import PROMPTS, check_logprobs, generate
+from tests.generation.ways import with_speculation
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, save_tiny
+
+pytestmark = pytest.mark.xdist_group("ways")
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 """An engine of few programs, for one request at a time."""
@@ -48,13 +51,6 @@ in_both = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", 
 """Every result is rounded to its dtype, in one program as in one for each layer: on a CPU no bit differs."""
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def pair(processing_llm, model_dir, request):
-    options = {"dtype": request.param, "logits_processors": {"even": only_even}, **SIZES}
-    alone = processing_llm if request.param == "float32" else LLM(model_dir, **options)
-    return alone, LLM(model_dir, weights="disk", **options)
-
-
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of six layers of two kinds."""
@@ -63,15 +59,16 @@ def deep(tmp_path_factory):
     return save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny") or path
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_every_option_draws_the_same_tokens(pair, name):
-    params = SamplingParams(max_tokens=12, **SAMPLED[name])
-    alone, streamed = (generate(llm, params) for llm in pair)
-    assert streamed == alone
+@pytest.fixture(scope="module")
+def from_disk(deep):
+    """Layers from disk, one request at a time."""
+    return LLM(deep, weights="disk", **ONE)
 
 
-def test_logprobs_are_the_same(pair):
-    check_logprobs(*pair)
+@pytest.fixture(scope="module")
+def want(from_disk):
+    """What `deep` generates: in any way what it does from disk (`test_ways.py`)."""
+    return generate(from_disk, GREEDY)
 
 
 @pytest.mark.slow
@@ -85,29 +82,20 @@ def test_log_probabilities_in_bfloat16_are_the_same_numbers(model_dir):
     assert found[0] == found[1]
 
 
-def test_beams_prefixes_and_vectors(pair):
-    alone, streamed = pair
-    beams = [llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=3, max_tokens=6)) for llm in pair]
-    assert [b.token_ids for b in beams[0][0].beams] == [b.token_ids for b in beams[1][0].beams]
-    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6)
-    assert generate(streamed, several) == generate(alone, several)  # copies pages
-    np.testing.assert_allclose(streamed.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-5)
-
-
-def test_one_fetch_of_a_layer_serves_all_sequences(pair):
-    _, llm = pair
+def test_one_fetch_of_a_layer_serves_all_sequences(ways):
+    llm = ways["streamed"]
+    layers = llm.model.config.layers
     statistics = llm.engine.executor.statistics
     statistics.clear()
     llm.generate([[1, 2, 3]] * 2, GREEDY)
     passes = 2 + 5  # a chunk each, and what follows together
-    assert statistics.layers <= CONFIG.layers * passes
-    assert statistics.bytes["disk"] <= (CONFIG.layers * passes + 1) * llm.model.store.start(0).bytes
+    assert statistics.layers <= layers * passes
+    assert statistics.bytes["disk"] <= (layers * passes + 1) * llm.model.store.start(0).bytes
 
 
-def test_all_layers_of_a_kind_are_one_program(deep):
-    llm = LLM(deep, weights="disk", **ONE)
-    llm.generate([[1, 2, 3]], GREEDY)
-    layers = [program for program in llm.engine.executor.programs if program.name == "layer"]
+def test_all_layers_of_a_kind_are_one_program(from_disk):
+    from_disk.generate([[1, 2, 3]], GREEDY)
+    layers = [program for program in from_disk.engine.executor.programs if program.name == "layer"]
     assert {program.sizes.kind for program in layers} == {0, 1}
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
@@ -162,8 +150,7 @@ def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, de
     llm.engine.executor.passes.layers.prefetcher.restart()
 
 
-def test_buffers_are_not_filled_while_they_are_used(deep):
-    want = generate(LLM(deep, **ONE), GREEDY)
+def test_buffers_are_not_filled_while_they_are_used(deep, want):
     llm = LLM(deep, weights="disk", **ONE)
     (store,) = set(llm.model.store._stores)
     store.staging._on_release = lambda buffer: buffer.fill(255)  # NaN, unless it is read anew
@@ -171,9 +158,8 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
 
 
 @pytest.mark.parametrize(("in_host", "counts"), [(2, (2, 2, 2)), pytest.param(None, (2, 0, 4), marks=pytest.mark.slow)])
-def test_a_device_limit_keeps_some_layers_there(deep, in_host, counts):
-    want = generate(LLM(deep, **ONE), GREEDY)
-    layer = LLM(deep, weights="disk", **ONE).placement.layer_bytes
+def test_a_device_limit_keeps_some_layers_there(deep, from_disk, want, in_host, counts):
+    layer = from_disk.placement.layer_bytes
     llm = limited(deep, 2, weights="disk", host_memory=in_host and in_host * layer)
     tiers = llm.placement.tiers
     assert tuple(tiers.count(tier) for tier in ("device", "host", "disk")) == counts
@@ -255,8 +241,7 @@ def test_adapters(model_dir, tmp_path, dtype):
     ],
     ids=str,
 )
-def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights, mesh):
-    want = generate(LLM(deep, **ONE), GREEDY)
+def test_on_a_mesh_each_device_gets_its_own_slice(deep, want, weights, mesh):
     llm = LLM(deep, weights=weights, mesh=mesh, **ONE)
     assert generate(llm, GREEDY) == want
     arrays = fetched(llm)
@@ -330,23 +315,8 @@ def test_an_encoder(tmp_path, dtype):
 
 
 REPETITIVE = [[5, 6, 7, 8, 9] * 4, [7] * 12]
-BIAS = dict.fromkeys((5, 6, 7, 8, 9), 6.0)
+BIAS = dict.fromkeys((5, 6, 7, 8, 9), 15.0)
 """Makes the model repeat itself, so that speculative tokens are accepted."""
-
-
-def with_speculation(model, **options):
-    """From disk; speculation pays, however busy the machine is."""
-    rows = options["max_batch"]
-    sizes = [(("chunks", 0), ("batch", rows), ("speculative", count), ("pages", 8)) for count in (0, 4)]
-    costs = Costs.fixed({("pass", bucket): 0.001 for bucket in sizes})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key: costs)
-        return LLM(model, weights="disk", num_speculative_tokens=4, **options)
-
-
-@pytest.fixture(scope="module")
-def speculating(model_dir):
-    return with_speculation(model_dir, logits_processors={"even": only_even}, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -360,10 +330,11 @@ def speculating(model_dir):
     ],
     ids=["greedy", "sampled", "penalties and logprobs", "stops", "logits processor"],
 )
-def test_speculation_changes_no_text(processing_llm, speculating, options):
+def test_speculation_changes_no_text(ways, options):
+    whole, speculating = ways["whole"], ways["streamed"]
     params = [SamplingParams(seed=s, max_tokens=40, ignore_eos=True, logit_bias=BIAS, **options) for s in range(2)]
     plain, guessed = (
-        [output.outputs[0] for output in llm.generate(REPETITIVE, params)] for llm in (processing_llm, speculating)
+        [output.outputs[0] for output in llm.generate(REPETITIVE, params)] for llm in (whole, speculating)
     )
     assert [c.token_ids for c in guessed] == [c.token_ids for c in plain]
     assert [c.finish_reason for c in guessed] == [c.finish_reason for c in plain]
@@ -374,23 +345,21 @@ def test_speculation_changes_no_text(processing_llm, speculating, options):
         assert sum(c.num_accepted_tokens for c in guessed) > 10
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLED if name in ("all cuts", "structured", "bias")])
-def test_every_option_draws_the_same_tokens_with_speculation(processing_llm, speculating, name):
-    params = SamplingParams(max_tokens=12, **SAMPLED[name])
-    assert generate(speculating, params) == generate(processing_llm, params)
-
-
-def test_one_fetch_serves_all_speculative_tokens(speculating):
+def test_one_fetch_serves_all_speculative_tokens(ways):
+    speculating = ways["streamed"]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=BIAS)
     statistics = speculating.streaming
     statistics.clear()
     (output,) = speculating.generate(REPETITIVE[1:], params)
     accepted = output.outputs[0].num_accepted_tokens
     assert accepted > 5
-    assert statistics.layers <= CONFIG.layers * (2 + 40 - 1 - accepted)  # two chunks, the second of which gives a token
+    assert statistics.layers <= speculating.model.config.layers * (
+        2 + 40 - 1 - accepted
+    )  # two chunks, the second of which gives a token
 
 
-def test_passes_are_compiled_ahead_with_and_without_speculation(speculating):
+def test_passes_are_compiled_ahead_with_and_without_speculation(ways):
+    speculating = ways["streamed"]
     speculating.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=12, logit_bias=BIAS))
     programs = speculating.engine.executor.programs
     widths = {program.sizes.speculative for program in programs if program.name == "leave"}
@@ -407,31 +376,31 @@ def test_passes_are_compiled_ahead_with_and_without_speculation(speculating):
 )
 def test_speculation_with_adapters_narrow_caches_and_meshes(model_dir, tmp_path, options):
     pairs = {"model.layers.1.mlp.down_proj": random_pair(32, 48, 4, np.random.default_rng(0))}
-    options = {"adapters": {"a": save_adapter(tmp_path / "a", pairs)}, **options, **ONE}
+    options = {"adapters": {"a": save_adapter(tmp_path / "a", pairs)}, "weights": "disk", **options, **ONE}
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias=BIAS)
-    plain, guessing = LLM(model_dir, weights="disk", **options), with_speculation(model_dir, **options)
+    plain, guessing = LLM(model_dir, **options), with_speculation(model_dir, num_speculative_tokens=4, **options)
     for each in (params, dataclasses.replace(params, adapter="a")):
         assert generate(guessing, each, REPETITIVE[1:]) == generate(plain, each, REPETITIVE[1:])
     (output,) = guessing.generate(REPETITIVE[1:], params)
     assert output.outputs[0].num_accepted_tokens
 
 
-def test_what_passes_cost_is_told_apart(model_dir):
-    llm = LLM(model_dir, weights="disk", num_speculative_tokens=4, **ONE)
-    llm.engine.executor.costs = llm.engine.executor._pass_costs.all = costs = Costs()
+def test_what_passes_cost_is_told_apart(ways, monkeypatch):
+    llm, costs = ways["streamed"], Costs()
+    monkeypatch.setattr(llm.engine.executor, "costs", costs)
+    monkeypatch.setattr(llm.engine.executor._pass_costs, "all", costs)
     llm.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias=BIAS))
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    assert costs.for_sizes("pass", chunks=0, batch=1, speculative=4)
-    assert costs.for_sizes("pass", chunks=0, batch=1, speculative=0)
+    assert costs.for_sizes("pass", chunks=0, batch=2, speculative=4)
+    assert costs.for_sizes("pass", chunks=0, batch=2, speculative=0)
     assert costs.for_sizes("decode") is None
 
 
 # What goes wrong
 
 
-def test_a_damaged_layer_ends_requests_with_its_name(deep):
-    llm = LLM(deep, weights="disk", **ONE)
-    want = generate(llm, GREEDY)
+def test_a_damaged_layer_ends_requests_with_its_name(from_disk, want, monkeypatch):
+    llm = from_disk
     (store,) = set(llm.model.store._stores)
     read, broken = store.files._preadv, [True]
 
@@ -441,7 +410,7 @@ def test_a_damaged_layer_ends_requests_with_its_name(deep):
             buffers[0][100:101] = bytes([buffers[0][100] ^ 1])
         return count
 
-    store.files._preadv = preadv
+    monkeypatch.setattr(store.files, "_preadv", preadv)
     (failed, *_) = llm.generate(PROMPTS[:1], GREEDY)
     assert failed.outputs[0].finish_reason is FinishReason.ERROR
     assert "layer 3: " in failed.outputs[0].error
@@ -521,8 +490,7 @@ def restart(llm):
     ],
     ids=str,
 )
-def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(deep, options, points):
-    want = generate(LLM(deep, **ONE), GREEDY)
+def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(deep, want, options, points):
     llm = limited(deep, 2, **options)
     generate(llm, GREEDY)  # compiles
     run_until_interrupted(llm, all_of_it := Interrupts())
@@ -562,9 +530,8 @@ def test_a_restart_that_is_interrupted_is_done_again(deep):
     llm.engine.executor.passes.layers.prefetcher.restart()
 
 
-def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
+def test_a_disk_that_becomes_slow_changes_no_token(deep, want, monkeypatch):
     llm = LLM(deep, weights="disk", **ONE)
-    want = generate(llm, GREEDY)
     (store,) = set(llm.model.store._stores)
     read, calls = store.files._preadv, []
 
@@ -599,9 +566,8 @@ def hang(monkeypatch, llm):
     return let_go, hanging
 
 
-def test_a_disk_that_hangs_ends_requests_and_may_come_back(deep, monkeypatch):
-    llm = LLM(deep, weights="disk", **ONE)
-    want = generate(llm, GREEDY)
+def test_a_disk_that_hangs_ends_requests_and_may_come_back(from_disk, want, monkeypatch):
+    llm = from_disk
     monkeypatch.setattr(readers, "READ_SECONDS", 0.3)
     let_go, _ = hang(monkeypatch, llm)
     (failed, *_) = llm.generate(PROMPTS[:1], GREEDY)
@@ -644,9 +610,9 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(model_dir, options, error, message):
+def test_what_cannot_be_is_refused(deep, options, error, message):
     with pytest.raises(error, match=message):
-        LLM(model_dir, **options)
+        LLM(deep, **ONE | options)
 
 
 def test_damaged_files_are_refused_when_loading(deep, tmp_path):

@@ -12,6 +12,8 @@ from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.params import StructuredOutputsParams
 from tests.schemas import random_schema
 
+pytestmark = pytest.mark.xdist_group("ways")
+
 DEMO = Path(__file__).parents[3] / "examples/demo_model"
 
 
@@ -74,14 +76,15 @@ def test_outputs_of_two_hundred_random_schemas_are_valid():
     assert ended >= 150
 
 
-def test_logits_processors_apply_to_the_rows_that_name_them(llm, processing_llm):
+def test_logits_processors_apply_to_the_rows_that_name_them(ways):
     free = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     named = [
         SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logits_processors=p)
         for p in (("even",), ("next",))
     ]
     prompt = [3, 1, 40]
-    ids = [o.outputs[0].token_ids for o in processing_llm.generate([prompt] * 3, [free, *named])]
+    llm = ways["whole"]
+    ids = [o.outputs[0].token_ids for o in llm.generate([prompt] * 3, [free, *named])]
     assert ids[0] == llm.generate([prompt], free)[0].outputs[0].token_ids
     assert all(np.array(ids[1]) % 2 == 0)
     assert ids[2] == list(range(41, 51))

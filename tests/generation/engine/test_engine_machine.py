@@ -21,7 +21,8 @@ from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
-from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
+from tests.generation.conftest import SMALL_CONFIG as SIXTEEN
+from tests.generation.conftest import SMALL_PAGES
 
 MAX_STEPS = 2000
 
@@ -166,6 +167,7 @@ def check_same(sequence, expected):
             np.testing.assert_allclose([*a.top.values()], [*b.top.values()], atol=1e-4)
 
 
+SMALL_CONFIG = dataclasses.replace(SIXTEEN, token_budget=32, chunk_size=8)  # chunks of one page
 PLAN = EnginePlan(num_pages=SMALL_PAGES)
 
 

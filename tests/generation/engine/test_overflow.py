@@ -40,7 +40,7 @@ def run(engine, prompts):
 
 @pytest.mark.parametrize("kv_dtype", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in KV_DTYPES)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
-    config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
+    config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype, token_budget=32, chunk_size=8)
     engine = build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))
     expected = [sequence.token_ids for sequence in run(engine, PROMPTS)]
     overflowing = [OVERFLOWS] * 33

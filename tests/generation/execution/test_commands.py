@@ -18,6 +18,8 @@ from tests.generation.sampled import SIZES
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, save_tiny
 
+pytestmark = pytest.mark.xdist_group("ways")
+
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [7, 3, 250, 9], [5] * 9]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, logit_bias=dict.fromkeys((5, 6, 7, 8, 9), 6.0)),
@@ -30,15 +32,24 @@ STREAMED = {"weights": "host", "num_speculative_tokens": 3}
 IN_STAGES = {"mesh": MeshConfig(pipeline=2), "num_speculative_tokens": 3}
 
 
+def two_engines(model_dir, tmp_path, options):
+    pair = random_pair(CONFIG.embed, CONFIG.embed, 3, np.random.default_rng(0))
+    adapters = {"a": save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": pair})}
+    return (LLM(model_dir, adapters=adapters, **SIZES, **options) for _ in range(2))
+
+
 @pytest.mark.parametrize(
     "options", [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in (STREAMED, IN_STAGES))], ids=str
 )
-def test_commands_of_one_executor_run_on_another(model_dir, tmp_path, monkeypatch, options):
+def test_commands_of_one_executor_run_on_another(ways, model_dir, tmp_path, monkeypatch, options):
     if options is IN_STAGES:  # each of them has layers of both kinds
         model_dir = save_tiny(tmp_path / "four", config=dataclasses.replace(CONFIG, layers=4))
-    pair = random_pair(CONFIG.embed, CONFIG.embed, 3, np.random.default_rng(0))
-    adapters = {"a": save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": pair})}
-    first, second = (LLM(model_dir, adapters=adapters, **SIZES, **options) for _ in range(2))
+    if options:
+        first, second = two_engines(model_dir, tmp_path, options)
+    else:
+        first, second = ways.make(), ways.make()
+        for llm in (first, second):
+            llm.engine.executor.device.cache = ways["whole"].engine.executor.programs
     executor, other = first.engine.executor, second.engine.executor
     run, collect, recorded = executor.run, executor.collect, []
 

@@ -1,0 +1,148 @@
+"""Everything an engine can do, in every way to run a model: the results are those of one device."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxinfer import BeamSearchParams, FinishReason, SamplingParams, StructuredOutputsParams
+from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, fail_one_launch, generate, logprob_errors
+from tests.generation.ways import RARE_WAYS, WAYS, layout_of, whole_of
+
+pytestmark = pytest.mark.xdist_group("ways")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+MANY = [*PROMPTS, *([n] * (n + 1) for n in range(6))]
+LONG = [list(range(3, 100)), [7, 3, 250, 9], list(range(200, 130, -1))]
+"""Prompts of thirteen chunks, of one, and of nine."""
+
+in_every_way = pytest.mark.parametrize(
+    "way",
+    [
+        *(way for way in WAYS if way != whole_of(way)),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in RARE_WAYS if way != whole_of(way)),
+    ],
+)
+
+
+def more_or_fewer_than_slots(llm):
+    """One request, as many as slots or stages, and more than there are slots in all lanes."""
+    return [generate(llm, GREEDY, MANY[:count]) for count in (1, 2, 9)]
+
+
+def ends_of_rows(llm):
+    """Rows that end early hold up no other, whichever lane or micro-batch they are in."""
+    lengths = [dataclasses.replace(GREEDY, max_tokens=count) for count in (1, 40, 3)]
+    stops = [dataclasses.replace(GREEDY, max_tokens=40, stop_token_ids=range(at, 256, 17)) for at in range(3)]
+    long, short = dataclasses.replace(GREEDY, max_tokens=60), SamplingParams(temperature=0, max_tokens=1)
+    return [generate(llm, lengths), generate(llm, stops), generate(llm, [long, short], PROMPTS[:2])]
+
+
+def long_prompts(llm):
+    """Rows go on beside the chunks of prompts, also those that end before others."""
+    params = [dataclasses.replace(GREEDY, max_tokens=count) for count in (9, 30, 6, 14, 3, 2)]
+    prompts = [*LONG, *([number + 1] * 33 for number in range(3))]
+    return [generate(llm, params[these], prompts[these]) for these in (slice(1), slice(None))]
+
+
+def options_of_sampling(llm):
+    """Rows of different options share each step."""
+    params = [SamplingParams(max_tokens=12, **options) for options in SAMPLED.values()]
+    prompts = list(itertools.islice(itertools.cycle(PROMPTS), len(params)))
+    return dict(zip(SAMPLED, generate(llm, params, prompts), strict=True))
+
+
+def structures(llm):
+    """Structured outputs of each kind, twice each, beside text that is free."""
+    kinds = [
+        {"choice": ["abc", "abd", "zz top"]},
+        {"json": {"type": "object", "properties": {"a": {"enum": ["b", "cd"]}}, "required": ["a"]}},
+        {"regex": "(ab|cd){3}[0-9]"},
+    ]
+    asked = [
+        SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=2, structured_outputs=StructuredOutputsParams(**kind))
+        for kind in kinds
+    ]
+    return generate(llm, [*asked, GREEDY], [*PROMPTS, PROMPTS[1]])
+
+
+def completions_from_the_prefix_cache(llm):
+    """Several of a prompt, whose pages are copied; the second time from the prefix cache."""
+    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, logprobs=2, prompt_logprobs=2)
+    before = llm.stats().cached_tokens
+    texts = [generate(llm, params, LONG) for params in (several, dataclasses.replace(several, prompt_logprobs=None))]
+    assert llm.stats().cached_tokens - before > 2 * 64
+    return texts
+
+
+def adapters(llm):
+    """Each changes what is generated, beside rows with others and with none."""
+    texts = [
+        generate(llm, [dataclasses.replace(GREEDY, adapter=name) for name in names])
+        for names in ((None,) * 3, ("a",) * 3, ("b",) * 3, ("c",) * 3, ("a", None, "b"), ("c", "c", "a"))
+    ]
+    assert all(texts.count(text) == 1 for text in texts)
+    return texts
+
+
+def beams(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    return [[beam.token_ids for beam in output.beams] for output in llm.beam_search(PROMPTS, params)]
+
+
+FEATURES = (
+    more_or_fewer_than_slots,
+    ends_of_rows,
+    long_prompts,
+    options_of_sampling,
+    structures,
+    completions_from_the_prefix_cache,
+    adapters,
+    beams,
+)
+
+
+@in_every_way
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_what_is_generated_is_what_one_device_generates(ways, way, feature):
+    assert feature(ways[way]) == ways.expected(way, feature)
+    ways[way].engine.scheduler.check_integrity()
+
+
+@in_every_way
+def test_log_probabilities_and_vectors(ways, way):
+    llm, whole = ways[way], ways[whole_of(way)]
+    check_logprobs(whole, llm)
+    assert logprob_errors(llm, whole, GREEDY, LONG).max() < (1e-2 if way.endswith("bfloat16") else 1e-4)
+    np.testing.assert_allclose(llm.embed(PROMPTS), whole.embed(PROMPTS), atol=1e-5)
+
+
+@in_every_way
+def test_a_step_that_fails_keeps_the_layout(ways, way, monkeypatch):
+    llm, before = ways[way], layout_of(ways[way])
+    fail_one_launch(llm.engine.executor, monkeypatch)
+    failed = llm.generate(MANY, GREEDY)
+    assert FinishReason.ERROR in {output.outputs[0].finish_reason for output in failed}
+    assert [generate(llm, GREEDY, MANY[:1])] == ways.expected(way, more_or_fewer_than_slots)[:1]
+    assert generate(llm, GREEDY, MANY) == ways.expected(way, more_or_fewer_than_slots)[2]
+    assert layout_of(llm) == before
+
+
+@in_every_way
+def test_an_interrupt(ways, way, monkeypatch):
+    llm = ways[way]
+    calls, committing = [], llm.engine.scheduler.commit
+
+    def commit(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return committing(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "commit", commit)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert generate(llm, GREEDY, MANY) == ways.expected(way, more_or_fewer_than_slots)[2]
+    llm.engine.scheduler.check_integrity()
