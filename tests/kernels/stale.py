@@ -1,7 +1,6 @@
 """Pages as another request may leave them: anything in the slots that no row has filled."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.pallas_kernels import KVPages
@@ -17,10 +16,9 @@ def with_stale_slots(pages: KVPages, table: jax.Array, lengths: np.ndarray, valu
     for row, length in zip(np.asarray(table), lengths, strict=True):
         positions = np.arange(length)
         filled[row[positions // filled.shape[1]], positions % filled.shape[1]] = True
-    kept = jnp.asarray(filled)
     slots = value if pages.k_scale is None else 127 * (value != 0)
-    k, v = (jnp.where(kept[:, :, None, None], x, jnp.asarray(slots, x.dtype)) for x in pages[:2])
+    k, v = (np.where(filled[:, :, None, None], x, np.array(slots, x.dtype)) for x in map(np.asarray, pages[:2]))
     if pages.k_scale is None or pages.v_scale is None:
         return KVPages(k, v)
-    scales = (jnp.where(kept[:, :1], x, value) for x in (pages.k_scale, pages.v_scale))
+    scales = (np.where(filled[:, :1], x, np.float32(value)) for x in map(np.asarray, (pages.k_scale, pages.v_scale)))
     return KVPages(k, v, *scales)
