@@ -198,7 +198,7 @@ def _forced_level() -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What is kept of a library beside its code: JSON.
+    """Facts about a library that are kept next to its code, as JSON.
 
     Attributes:
       failure: why it could not be compiled or checked, since `time`; then the rest is empty.

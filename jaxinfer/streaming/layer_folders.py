@@ -128,12 +128,12 @@ def _open_cache(folder: pathlib.Path, needed: int) -> None:
                 shutil.rmtree(path)
         if folder.exists():
             return
-        found = [(path.stat().st_mtime, _bytes(path), path) for path in _matching(base, _NAME)]
-        kept = sum(size for _, size, _ in found)
+        entries = [(path.stat().st_mtime, _bytes(path), path) for path in _matching(base, _NAME)]
+        kept = sum(size for _, size, _ in entries)
         surplus = needed + kept - (shutil.disk_usage(base).free + kept) // 2
     except OSError as error:
         raise CheckpointError(f"{base}: layers cannot be kept here ({error}); name a folder by layer_files.") from error
-    for _, size, path in sorted(found):
+    for _, size, path in sorted(entries):
         if surplus <= 0:
             break
         with contextlib.suppress(OSError):
