@@ -203,18 +203,13 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
                     result, args[case.state] = result
                     large[index % plan.sets] = plan.split(args)[1]
                 following = (index + 1) % plan.calls
-                if small[following]:
-                    small[following], result = lax.optimization_barrier((small[following], result))
-                else:
-                    place = following % plan.sets
-                    large[place], result = lax.optimization_barrier((large[place], result))
-                results[index] = result
+                held, place = (small, following) if small[following] else (large, following % plan.sets)
+                held[place], results[index] = lax.optimization_barrier((held[place], result))
             return small, large, results
 
-        result = jax.eval_shape(call, *case.args)
-        empty = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result if case.state is None else result[0]
-        )
+        shapes = jax.eval_shape(call, *case.args)
+        shapes = shapes if case.state is None else shapes[0]
+        empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         _, large, results = lax.fori_loop(0, plan.loops, body, (small, large, [empty] * plan.calls))
         return results, large
 

@@ -1,5 +1,6 @@
 """The GPU benchmark without a GPU: its references, its calculations, and a dry run."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from benchmarks.kernel_table import LIMITS
 from benchmarks.report import Report
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
-from jaxinfer.pallas_kernels.dispatch import Operation
+from jaxinfer.pallas_kernels.dispatch import Operation, without_kernels
 from jaxinfer.pallas_kernels.implementation import mosaic, reference
 from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
@@ -114,16 +115,32 @@ def test_the_state_of_each_set_goes_from_call_to_call():
 
 @pytest.mark.aot
 @pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
-def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
-    """One CUDA graph, one kernel per call, and no copies of the rotating arguments."""
+def test_on_a_gpu_a_program_is_the_calls_and_a_loop(op):
+    """One CUDA graph, one kernel per call, the loop's counter, and no copies of the rotating arguments."""
     case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
-    plan = Plan(calls=3, sets=2, large=Plan.from_case(case, 1e-5, DRY).large)
-    program, args = timing.repeated(case, plan, case.call)
-    options = timing.serial_options("gpu", rows=case.rows, dtype=case.weight_dtype)
-    report = compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
-    assert [kernel.kind for kernel in report.kernels] == ["mosaic"] * plan.calls
+    plan = Plan(calls=3, sets=2, large=Plan.from_case(case, 1e-5, DRY).large, loops=5)
+    report = compiled_for_a_gpu(case, plan)
+    kinds = collections.Counter(kernel.kind for kernel in report.kernels)
+    assert kinds.pop("mosaic") == plan.calls
+    assert kinds.total() <= 4  # of the counter and the first results
     assert report.graphs == 1
     assert report.aliased == sum(plan.large) * plan.sets
+
+
+@pytest.mark.aot
+def test_on_a_gpu_products_with_the_same_weights_are_not_merged():
+    """XLA would read the weights once for all of them."""
+    case = next(case for case in cases.timed(quick=False) if case.title.endswith("llama3-8b head, bfloat16, 1 row"))
+    with without_kernels():
+        report = compiled_for_a_gpu(case, Plan(calls=3, sets=1, large=Plan.from_case(case, 1e-3, DRY).large, loops=5))
+    assert sum("dot" in kernel.name for kernel in report.kernels) == 3
+
+
+def compiled_for_a_gpu(case, plan):
+    """The report of a program, compiled for an H200."""
+    program, args = timing.repeated(case, plan, case.call)
+    options = timing.serial_options("gpu", rows=case.rows, dtype=case.weight_dtype)
+    return compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
 
 
 def test_a_median_and_a_spread():

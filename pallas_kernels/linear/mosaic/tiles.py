@@ -124,12 +124,11 @@ def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
 def _default_tiles(layer: FusedLinear) -> Tiles:
     """Return the fewest splits that give most SMs a thread block, with as many stages as there is shared memory for.
 
-    Fewer blocks of more inputs were faster on an H100 in 17 of 19 layers (benchmarks/results/gpu/h100): each split more
-    writes and reads partial sums, and a resident x is prepared by every block.
+    Each further split writes and reads partial sums, and every block prepares a resident x (docs/decisions/0029).
     """
     gpu, tile_k = target_gpu(), _tile_k(layer)
     tiles_n, tiles_k, stage_bytes = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k), _stage_bytes(layer)
-    possible: list[Tiles] = []
+    tiles: Tiles | None = None
     for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
         iterations = pl.cdiv(tiles_k, split)
         if (split - 1) * iterations >= tiles_k:  # one would have no inputs
@@ -138,16 +137,16 @@ def _default_tiles(layer: FusedLinear) -> Tiles:
         for blocks in (2, 1):  # per SM
             stages = min(_MAX_STAGES, (gpu.shared_bytes_of(blocks) - fixed_bytes) // stage_bytes)
             if stages * stage_bytes * blocks >= _IN_FLIGHT:
-                possible.append(Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split))
+                tiles = Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split)
                 break
-        if possible and tiles_n * split >= _BUSY_SMS * gpu.sms:
-            break
-    if not possible:
+        if tiles is not None and tiles_n * split >= _BUSY_SMS * gpu.sms:
+            return tiles
+    if tiles is None:
         raise UnsupportedError(
             f"{layer.columns} rows of {layer.inputs} inputs leave no room for weights in {gpu.shared_bytes} bytes of "
             "shared memory"
         )
-    return possible[-1]
+    return tiles
 
 
 def _tile_k(layer: FusedLinear) -> int:
