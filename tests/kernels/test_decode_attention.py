@@ -135,7 +135,7 @@ def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, toleran
     np.testing.assert_allclose(result[valid], expected[valid], atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
     tokens=st.integers(1, 3),
@@ -161,7 +161,7 @@ def test_many_tokens_are_stored_first():
     args = case.args()
     with pytest.raises(UnsupportedError, match="9 tokens"):
         decode_attention(*args, **case.options)
-    heads, _ = cached_attention(*args[:4], **case.options)
+    heads, _ = jax.jit(lambda *args: cached_attention(*args, **case.options))(*args[:4])
     close(heads, reference(case, args), args[3], 1e-4)
 
 
@@ -185,8 +185,7 @@ def with_stale(args: tuple[Any, ...], value: float) -> tuple[Any, ...]:
     return qkv, with_stale_slots(pages, table, np.maximum(positions[:, 0], 0), value), table, positions, *rest
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "int8"), [(1, True), (3, False)])
 def test_what_other_requests_left_changes_no_bit(tokens, int8):
     """Neither the heads nor what a row may read of its pages, whether its new tokens start a page or not."""
     case = Case(
