@@ -339,7 +339,7 @@ H200, H20, RTX_5090 = (Target.load(name).gpu for name in ("h200", "h20", "rtx-50
 @pytest.mark.parametrize(("gpu", "splits"), [(H200, 4), (H20, 2)])
 def test_keys_are_split_for_the_sms_there_are(gpu, splits):
     """64 clusters; 132 SMs take two blocks of each, and those do not fill them; 78 SMs are full with two."""
-    case = dataclasses.replace(LLAMA, positions=(0,) * 8)
+    case = dataclasses.replace(LLAMA, positions=(0,) * 8, width=32)
     with targeting(gpu):
         program = str(jax.make_jaxpr(lambda *args: decode_attention(*args, **case.options))(*shapes(case)))
     assert f"cluster=({splits},)" in program
@@ -354,9 +354,10 @@ def test_little_shared_memory():
 
 
 def test_lowers_for_cuda():
-    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
+    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies. More in `test_lowering.py`."""
+    case = dataclasses.replace(LLAMA, group=2, head_dim=64, rotary_half=32, width=32)
     with targeting(H200):
-        traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
+        traced = jax.jit(functools.partial(decode_attention, **case.options)).trace(*shapes(case))
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
 
