@@ -232,11 +232,6 @@ def test_costs_are_saved_where_they_were_opened(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_process_that_ends_saves(folder):
-    run_script("record(costs, 0.001, 0.002)\n")
-    assert opened().for_sizes("decode").calls == 2
-
-
 def test_what_is_replaced_is_so_on_disk_once_it_is_saved(folder):
     first = opened()
     record(first, *[0.001] * 10)
@@ -266,46 +261,36 @@ def test_files_keep_no_more_than_their_share(folder):
 SCRIPT = """
 import sys
 from jaxinfer.compiled import Costs
-from tests.compiled.test_costs import opened, record
-costs = opened()
-"""
-
-
-def start_script(body):
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + body],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_script(body):
-    process = start_script(body)
-    process.communicate()
-    assert process.returncode == 0
-
-
-def test_no_call_is_lost_when_processes_save_at_once(folder):
-    body = """
+costs = Costs.open(device="a device", model={MODEL})
 print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(10):
-    record(costs, 0.001, 0.002)
-    record(costs, 0.5, name="of " + sys.argv[0] + str(turn))
+    for name in ("decode", "decode", "of another " + str(turn), "of another " + str(turn)):
+        costs.record(name, {ROWS}, 0.001)
     costs.save()
+for _ in range(2):
+    costs.record("at its end", {ROWS}, 0.5)
 """
-    processes = [start_script(body) for _ in range(2)]
-    for process in processes:
+
+
+def test_no_call_is_lost_when_processes_save_at_once(folder):
+    """Nor those that a process has not saved before it ends."""
+    command = [sys.executable, "-c", SCRIPT.format(MODEL=MODEL, ROWS=ROWS)]
+    costs, root = opened(), Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
-    for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    for process in processes:
+        for turn in range(10):
+            record(costs, 0.001, 0.002)
+            record(costs, 0.5, name=f"of one {turn}")
+            costs.save()
         process.communicate()
-        assert process.returncode == 0
-    assert opened().for_sizes("decode").calls == 2 * 10 * 2
+    assert process.returncode == 0
+    both = opened()
+    for name in (*(f"of {which} {turn}" for which in ("one", "another") for turn in range(10)), "at its end"):
+        assert both.for_sizes(name).calls == 1  # the first one of a program does not count
+    assert both.for_sizes("decode").calls == 2 * 10 + 2 * 10 - 1
 
 
 def test_a_process_killed_while_it_writes_leaves_the_record(folder):

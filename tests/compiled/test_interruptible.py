@@ -30,7 +30,10 @@ jax.stages.Lowered.compile = compile_slowly
 
 CALL = """
 from jaxinfer import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_batch=2, context=64, logits_processors={"own": lambda logits, history, length: logits})
+llm = LLM(
+    sys.argv[1], max_batch=2, context=16, token_budget=16, chunk_size=16, max_decode_passes=1,
+    logits_processors={"own": lambda logits, history, length: logits},
+)
 params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 slow.set()
 try:

@@ -20,6 +20,7 @@ from tests.kernels.cpu_levels import LEVELS_OF_PRODUCTS, library_of
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 SHAPES = [(128, 16), (384, 33), (1024, 62), (1000, 50), (17, 4), (1, 2), (130, 7), (128 * 49, 21)]
 """Inputs and outputs: of whole vectors, of parts of one, and of more groups than int4 multiplies at a time."""
+ROWS = (1, 2, 3, 4, 5, 8, 13, 32)
 TOLERANCES = {"float32": 3e-5, "bfloat16": 3e-5, "int8": 2e-4, "int4": 5e-4}
 """Of the largest result. Rows for int4 are in 16 bits; of int8 a tie may round the other way, in whole levels."""
 
@@ -35,9 +36,9 @@ def library(request):
 
 
 def matrix(fmt, outputs, inputs, rng):
-    values = jnp.asarray(rng.normal(size=(outputs, inputs)), jnp.float32)
+    values = rng.normal(size=(outputs, inputs)).astype(np.float32)
     if fmt in ("float32", "bfloat16"):
-        return Weights(values.astype(fmt))
+        return Weights(jnp.asarray(values.astype(fmt)))
     return quantized(values, fmt)
 
 
@@ -47,29 +48,37 @@ def check(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(np.abs(expected).max(), 1e-6))
 
 
-def results_of(linear, calls, weights):
-    """Return those of a linear layer for rows and biases, in one program: it takes longer to compile than to run."""
-    return jax.jit(lambda calls, weights: [linear(x, weights, bias) for x, bias in calls])(calls, weights)
+def results_of(calls):
+    """Those of the kernel and of its definition for each call's arguments, in one program: compiling takes longest."""
+    layers = cpu.linear, plain.linear
+    return jax.device_get(jax.jit(lambda calls: [[linear(*args) for linear in layers] for args in calls])(calls))
+
+
+def linear(*args):
+    """The kernel in one program, of this library."""
+    return np.asarray(jax.jit(lambda *args: cpu.linear(*args))(*args))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_of_awkward_shapes(library, fmt):
     rng = np.random.default_rng(0)
-    for inputs, outputs in SHAPES:
-        if fmt == "int4" and inputs % 128:
-            continue
-        weights = matrix(fmt, outputs, inputs, rng)
-        calls = [
-            (
-                jnp.asarray(rng.normal(size=(rows, inputs)), jnp.float32),
-                jnp.asarray(rng.normal(size=outputs), jnp.float32),
-            )
-            for rows in (1, 2, 3, 4, 5, 8, 13, 32)
+    shapes = [(inputs, outputs) for inputs, outputs in SHAPES if fmt != "int4" or inputs % 128 == 0]
+    matrices = [rng.normal(size=(outputs, inputs)).astype(np.float32) for inputs, outputs in shapes]
+    calls = [
+        [[rng.normal(size=size).astype(np.float32) for size in ((rows, inputs), outputs)] for rows in ROWS]
+        for inputs, outputs in shapes
+    ]
+
+    @jax.jit
+    def results(matrices, calls):
+        weights = [
+            quantize(values, fmt) if fmt.startswith("int") else Weights(values.astype(fmt)) for values in matrices
         ]
-        for actual, expected in zip(
-            results_of(cpu.linear, calls, weights), results_of(plain.linear, calls, weights), strict=True
-        ):
-            check(actual, expected, TOLERANCES[fmt])
+        every = [(x, one, bias) for one, some in zip(weights, calls, strict=True) for x, bias in some]
+        return [[linear(*args) for linear in (cpu.linear, plain.linear)] for args in every]
+
+    for actual, expected in results(matrices, calls):
+        check(actual, expected, TOLERANCES[fmt])
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "float32")])
@@ -78,45 +87,49 @@ def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
     rng = np.random.default_rng(0)
     weights = matrix(fmt, 35, 200, rng)
     with use_library(dataclasses.replace(library, limits=((np.dtype(weights.weight.dtype).name, 128),))):
-        for rows in (48, 64, 70):
-            x = jnp.asarray(rng.normal(size=(rows, 200)), dtype)
-            check(cpu.linear(x, weights), plain.linear(x, weights), 1e-2 if dtype == "bfloat16" else TOLERANCES[fmt])
+        for actual, expected in results_of(
+            [(rng.normal(size=(rows, 200)).astype(dtype), weights) for rows in (48, 64, 70)]
+        ):
+            check(actual, expected, 1e-2 if dtype == "bfloat16" else TOLERANCES[fmt])
 
 
-def products(layers, x, residual, weights, scale, shift, bias):
+ACTIVATIONS = [(activation, gated) for activation in (None, "gelu", "gelu_tanh", "relu", "silu") for gated in (0, 1)]
+
+
+def products(layers, x, residual, weights, scale, shift, bias, activations):
     """Return the results of products with all that comes before and after them."""
     results = [layers.linear_residual(x, weights, residual, bias)]
-    for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
-        for gated in (False, True):
-            options = {"eps": 1e-5, "activation": activation, "gated": gated}
-            results.append(layers.norm_linear(x, scale, shift, weights, bias, **options))
+    for activation, gated in activations:
+        options = {"eps": 1e-5, "activation": activation, "gated": bool(gated)}
+        results.append(layers.norm_linear(x, scale, shift, weights, bias, **options))
     return [*results, layers.norm_linear(x, scale, None, weights, None, eps=1e-6)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_comes_before_and_after_the_product(library, fmt, dtype):
+    """All activations for rows of each dtype with one format; some with each."""
     rng = np.random.default_rng(1)
     inputs, outputs, tolerance = 256, 34, 1e-2 if dtype == "bfloat16" or fmt == "int8" else TOLERANCES[fmt]
     weights = matrix(fmt, outputs, inputs, rng)
-    scale, shift = (jnp.asarray(rng.normal(size=inputs), jnp.float32) for _ in range(2))
-    bias = jnp.asarray(rng.normal(size=outputs), jnp.float32)
+    scale, shift = rng.normal(size=(2, inputs)).astype(np.float32)
+    bias = rng.normal(size=outputs).astype(np.float32)
+    activations = ACTIVATIONS if fmt == "float32" else ((None, 0), ("gelu", 0), ("silu", 1))
+    both = jax.jit(lambda *args: [products(layers, *args, activations) for layers in (cpu, plain)])
     for rows in (1, 6):
-        x = jnp.asarray(3 + rng.normal(size=(rows, inputs)), dtype)
-        residual = jnp.asarray(rng.normal(size=(rows, outputs)), dtype)
-        args = x, residual, weights, scale, shift, bias
-        actual, expected = (jax.jit(functools.partial(products, layers))(*args) for layers in (cpu, plain))
-        for result, exact in zip(actual, expected, strict=True):
+        x = (3 + rng.normal(size=(rows, inputs))).astype(dtype)
+        residual = rng.normal(size=(rows, outputs)).astype(dtype)
+        for result, exact in zip(*both(x, residual, weights, scale, shift, bias), strict=True):
             check(result, exact, tolerance)
 
 
 def test_int8_at_its_ends_does_not_saturate(library):
     """All products are +-127 * 127: their sums of two do not fit into 16 bits if one factor is unsigned."""
-    signs = jnp.asarray(np.random.default_rng(2).choice([-1, 1], (8, 640)), jnp.int8)
-    weights = Weights(127 * signs, jnp.ones(8, jnp.float32))
-    for x in (jnp.ones((3, 640)), -jnp.ones((3, 640)), signs[:3].astype(jnp.float32)):
-        exact = np.asarray(x, np.int64) @ np.asarray(127 * signs, np.int64).T
-        np.testing.assert_allclose(cpu.linear(x, weights), exact, rtol=1e-6)
+    signs = np.random.default_rng(2).choice([-1, 1], (8, 640)).astype(np.int8)
+    weights = Weights(jnp.asarray(127 * signs), jnp.ones(8, jnp.float32))
+    for x in (np.ones((3, 640)), -np.ones((3, 640)), signs[:3]):
+        exact = np.asarray(x, np.int64) @ (127 * signs.astype(np.int64)).T
+        np.testing.assert_allclose(linear(x.astype(np.float32), weights), exact, rtol=1e-6)
 
 
 def test_int4_at_its_ends_does_not_saturate(library):
@@ -129,15 +142,15 @@ def test_int4_at_its_ends_does_not_saturate(library):
     values = np.repeat(ends[:, None], 256, axis=1)
     values = np.concatenate([values, rng.integers(-levels, levels + 1, (3, 256))])
     values[:, ::128] = levels
-    exact = values @ np.asarray(dequantize(weights, jnp.float32), np.int64).T
+    exact = values @ np.asarray(jax.jit(lambda w: dequantize(w, jnp.float32))(weights), np.int64).T
     # The weights are multiplied as 0 to 15, by which sums reach 1.3e8, where float32 is in steps of 8.
-    np.testing.assert_allclose(cpu.linear(jnp.asarray(values, jnp.float32), weights), exact, rtol=1e-6, atol=8)
+    np.testing.assert_allclose(linear(values.astype(np.float32), weights), exact, rtol=1e-6, atol=8)
 
 
 def test_smallest_int8_weight(library):
     """No quantisation of ours makes -128, but a file may have it."""
     weights = Weights(jnp.full((5, 64), -128, jnp.int8), jnp.ones(5, jnp.float32))
-    np.testing.assert_allclose(cpu.linear(jnp.ones((1, 64)), weights), np.full((1, 5), -128 * 64.0), rtol=1e-6)
+    np.testing.assert_allclose(linear(np.ones((1, 64), np.float32), weights), np.full((1, 5), -128 * 64.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
@@ -145,23 +158,25 @@ def test_one_far_value_leaves_the_others_of_its_group(library, fmt):
     """int4 rows have a scale a group: a far value takes the precision of 127 others, not of the row."""
     rng = np.random.default_rng(3)
     weights = matrix(fmt, 16, 512, rng)
-    x = jnp.asarray(rng.normal(size=(2, 512)), jnp.float32).at[:, 5].set(3e4)
-    y, exact = np.asarray(cpu.linear(x, weights)), np.asarray(plain.linear(x, weights))
-    check(y, exact, TOLERANCES[fmt])
-    if fmt == "int4":
-        rest = x.at[:, :128].set(0)  # the same bits of the other groups
-        check(cpu.linear(rest, weights), plain.linear(rest, weights), TOLERANCES[fmt])
+    x = rng.normal(size=(2, 512)).astype(np.float32)
+    x[:, 5] = 3e4
+    rest = np.where(np.arange(512) < 128, np.float32(0), x)  # the same bits of the other groups
+    for actual, expected in results_of([(x, weights), (rest, weights)][: 2 if fmt == "int4" else 1]):
+        check(actual, expected, TOLERANCES[fmt])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_is_not_finite_stays_in_its_row(library, fmt, bad):
+def test_what_is_not_finite_stays_in_its_row(library, fmt):
     rng = np.random.default_rng(4)
     weights = matrix(fmt, 20, 256, rng)
-    x = jnp.asarray(rng.normal(size=(5, 256)), jnp.float32)
-    y, clean = np.asarray(cpu.linear(x.at[2, 7].set(bad), weights)), np.asarray(cpu.linear(x, weights))
-    assert not np.isfinite(y[2]).any()
-    np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
+    program = jax.jit(lambda *args: cpu.linear(*args))
+    x = rng.normal(size=(5, 256)).astype(np.float32)
+    clean = np.asarray(program(x, weights))
+    for bad in (np.nan, np.inf, -np.inf):
+        x[2, 7] = bad
+        y = np.asarray(program(x, weights))
+        assert not np.isfinite(y[2]).any()
+        np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -169,22 +184,20 @@ def test_a_row_does_not_depend_on_where_it_stands(library, fmt):
     """Several rows are computed alike; one alone may round differently, as it has sums of its own."""
     rng = np.random.default_rng(5)
     weights = matrix(fmt, 24, 384, rng)
-    x = jnp.asarray(rng.normal(size=(32, 384)), jnp.float32)
-    alone = np.concatenate([cpu.linear(x[i : i + 1], weights) for i in range(32)])
-    together = np.asarray(cpu.linear(x, weights))
+    x, program = rng.normal(size=(32, 384)).astype(np.float32), jax.jit(lambda *args: cpu.linear(*args))
+    alone = np.concatenate([program(x[i : i + 1], weights) for i in range(32)])
+    together = np.asarray(program(x, weights))
     check(together, alone, 1e-6)
-    np.testing.assert_array_equal(together, cpu.linear(x, weights))
+    np.testing.assert_array_equal(together, program(x, weights))
 
 
 def test_activations_over_their_range(library):
-    values = jnp.concatenate([jnp.linspace(-120, 120, 4001), jnp.asarray([0.0, -0.0, 1e-30, -1e-30, 88.7, -88.7])])
+    values = np.float32([*np.linspace(-120, 120, 4001), 0.0, -0.0, 1e-30, -1e-30, 88.7, -88.7])
     nothing = Weights(jnp.zeros((len(values), 1), jnp.float32))  # so that the biases are what is activated
     args = jnp.ones((1, 1)), jnp.ones(1), None, nothing, values
     for activation in ("gelu", "gelu_tanh", "relu", "silu"):
-        options = {"eps": 0.0, "activation": activation}
-        np.testing.assert_allclose(
-            cpu.norm_linear(*args, **options), plain.norm_linear(*args, **options), rtol=1e-5, atol=3e-6
-        )
+        both = jax.jit(lambda *a, f=activation: [x.norm_linear(*a, eps=0.0, activation=f) for x in (cpu, plain)])
+        np.testing.assert_allclose(*both(*args), rtol=1e-5, atol=3e-6)
 
 
 def test_operations_run_it_within_its_limits(library):

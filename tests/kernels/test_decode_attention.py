@@ -135,7 +135,7 @@ def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, toleran
     np.testing.assert_allclose(result[valid], expected[valid], atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
     tokens=st.integers(1, 3),
@@ -161,7 +161,7 @@ def test_many_tokens_are_stored_first():
     args = case.args()
     with pytest.raises(UnsupportedError, match="9 tokens"):
         decode_attention(*args, **case.options)
-    heads, _ = cached_attention(*args[:4], **case.options)
+    heads, _ = jax.jit(lambda *args: cached_attention(*args, **case.options))(*args[:4])
     close(heads, reference(case, args), args[3], 1e-4)
 
 
@@ -185,8 +185,7 @@ def with_stale(args: tuple[Any, ...], value: float) -> tuple[Any, ...]:
     return qkv, with_stale_slots(pages, table, np.maximum(positions[:, 0], 0), value), table, positions, *rest
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "int8"), [(1, True), (3, False)])
 def test_what_other_requests_left_changes_no_bit(tokens, int8):
     """Neither the heads nor what a row may read of its pages, whether its new tokens start a page or not."""
     case = Case(
@@ -340,7 +339,7 @@ H200, H20, RTX_5090 = (Target.load(name).gpu for name in ("h200", "h20", "rtx-50
 @pytest.mark.parametrize(("gpu", "splits"), [(H200, 4), (H20, 2)])
 def test_keys_are_split_for_the_sms_there_are(gpu, splits):
     """64 clusters; 132 SMs take two blocks of each, and those do not fill them; 78 SMs are full with two."""
-    case = dataclasses.replace(LLAMA, positions=(0,) * 8)
+    case = dataclasses.replace(LLAMA, positions=(0,) * 8, width=32)
     with targeting(gpu):
         program = str(jax.make_jaxpr(lambda *args: decode_attention(*args, **case.options))(*shapes(case)))
     assert f"cluster=({splits},)" in program
@@ -355,9 +354,10 @@ def test_little_shared_memory():
 
 
 def test_lowers_for_cuda():
-    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
+    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies. More in `test_lowering.py`."""
+    case = dataclasses.replace(LLAMA, group=2, head_dim=64, rotary_half=32, width=32)
     with targeting(H200):
-        traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
+        traced = jax.jit(functools.partial(decode_attention, **case.options)).trace(*shapes(case))
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
 

@@ -77,10 +77,10 @@ def by_energy(unit, weights, r, protected, margin):
 def case(batch, count, features, metric_features, *, dtype=np.float32, padding="none", seed=0):
     """Sizes are integers, as in practice; scores differ by more than rounding errors, so that the pairs are unique."""
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(batch, count, features)), dtype)
-    metric = jnp.asarray(rng.normal(size=(batch, count, metric_features)), dtype)
+    x = rng.normal(size=(batch, count, features)).astype(dtype)
+    metric = rng.normal(size=(batch, count, metric_features)).astype(dtype)
     size = rng.integers(1, 9, (batch, count)) * ~padded(padding, batch, count, rng)
-    return x, jnp.asarray(size, jnp.float32), metric
+    return x, size.astype(np.float32), metric
 
 
 def padded(where, batch, count, rng):
@@ -102,10 +102,8 @@ def check(got, args, r, protected, tolerance, margin=None):
 
 
 compiled = jax.jit(merge_tokens, static_argnums=3, static_argnames=("protected", "protect_isolated"))
-SHAPES = {
-    "count": st.sampled_from([2, 7, 16]),
-    "r": st.sampled_from([0, 1, 3, 9]),
-    "protected": st.sampled_from([0, 1, 2, 5]),
+SHAPES = {  # few, since compiling takes most of the time: of tokens, merges, and protected tokens
+    "shape": st.sampled_from([(2, 3, 0), (7, 1, 1), (7, 9, 2), (16, 0, 1), (16, 3, 5), (16, 9, 0), (16, 9, 1)]),
     "padding": st.sampled_from(["none", "end", "anywhere", "all"]),
     "seed": st.integers(0, 100),
 }
@@ -113,7 +111,8 @@ SHAPES = {
 
 @settings(max_examples=40, deadline=None)
 @given(**SHAPES)
-def test_any_shape(count, r, protected, padding, seed):
+def test_any_shape(shape, padding, seed):
+    count, r, protected = shape
     args = case(3, count, 3, 6, padding=padding, seed=seed)
     check(compiled(*args, r, protected=protected), args, r, protected, 1e-5)
 
@@ -121,7 +120,8 @@ def test_any_shape(count, r, protected, padding, seed):
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(margin=st.sampled_from([-1.0, 0.3, 0.9]), **SHAPES)
-def test_any_shape_by_energy(count, r, protected, padding, seed, margin):
+def test_any_shape_by_energy(shape, padding, seed, margin):
+    count, r, protected = shape
     args = case(3, count, 3, 6, padding=padding, seed=seed)
     got = compiled(*args, r, protected=protected, protect_isolated=margin)
     check(got, args, r, protected, 1e-5, margin)
@@ -133,12 +133,12 @@ METHODS = [{}, {"protect_isolated": 0.5}]
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_is_removed_before_any_other_token(method):
     """Rows of 9 tokens and 8 of padding, 4 of it in A."""
-    x, size, metric = case(3, 17, 4, 8)
-    size = size.at[:, 9:].set(0)
-    y, new_size = compiled(x, size, metric, 4, **method)
-    for row in range(3):
-        kept = np.asarray(new_size[row]) > 0
-        left, given = ({tuple(token) for token in np.asarray(tokens)} for tokens in (y[row, kept], x[row, :9]))
+    x, size, metric = case(4, 17, 4, 8)
+    size[:, 9:] = 0
+    y, new_size = jax.device_get(compiled(x, size, metric, 4, **method))
+    for row in range(4):
+        kept = new_size[row] > 0
+        left, given = ({tuple(token) for token in tokens} for tokens in (y[row, kept], x[row, :9]))
         assert left == given
         np.testing.assert_array_equal(y[row, ~kept], 0)
 
@@ -146,40 +146,40 @@ def test_padding_is_removed_before_any_other_token(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_no_result_depends_on_padding(method):
     x, size, metric = case(4, 17, 4, 8, padding="anywhere")
-    others = [jnp.where(size[..., None] > 0, one, 7.0 - 3 * one) for one in (x, metric)]
+    others = [np.where(size[..., None] > 0, one, 7 - 3 * one) for one in (x, metric)]
     for actual, expected in zip(
-        compiled(others[0], size, others[1], 6, **method), compiled(x, size, metric, 6, **method), strict=True
+        compiled(others[0], size, others[1], 4, **method), compiled(x, size, metric, 4, **method), strict=True
     ):
         np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("protected", [0, 1, 7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 6))])
-@pytest.mark.parametrize(("count", "padding"), [(8, "none"), (9, "end"), (8, "all"), (9, "none")])
-def test_protected_tokens_stay_whatever_r(count, protected, padding, method):
+@pytest.mark.parametrize(("count", "protected"), [(8, 0), (9, 1), (9, 7)])
+def test_protected_tokens_stay_whatever_r(count, protected, method):
     """Even where similarities are as low as can be: all tokens but the protected ones are opposite to each other."""
-    x, size, _ = case(2, count, 4, 4, padding=padding)
-    x, size = x.at[:, :protected, 0].set(100.0 + jnp.arange(protected)), size.at[:, :protected].set(1)
-    metric = jnp.ones((2, count, 4)) * jnp.where(jnp.arange(count) % 2, 1, -1)[:, None]
-    y, new_size = compiled(x, size, metric, 100, protected=protected, **method)
-    assert y.shape[1] == count - (count - protected) // 2
-    for row in range(2):
-        at = [int(np.flatnonzero(np.asarray(y[row, :, 0]) == 100 + i)[0]) for i in range(protected)]
-        np.testing.assert_array_equal(y[row, np.array(at, int)], x[row, :protected])
-        np.testing.assert_array_equal(new_size[row, np.array(at, int)], 1)
+    for padding in ("none", "end", "all"):
+        x, size, _ = case(2, count, 4, 4, padding=padding)
+        x[:, :protected, 0], size[:, :protected] = 100 + np.arange(protected), 1
+        metric = np.ones((2, count, 4), np.float32) * np.where(np.arange(count) % 2, 1, -1)[:, None].astype(np.float32)
+        y, new_size = jax.device_get(compiled(x, size, metric, 100, protected=protected, **method))
+        assert y.shape[1] == count - (count - protected) // 2
+        for row in range(2):
+            at = np.array([np.flatnonzero(y[row, :, 0] == 100 + i)[0] for i in range(protected)], int)
+            np.testing.assert_array_equal(y[row, at], x[row, :protected])
+            np.testing.assert_array_equal(new_size[row, at], 1)
 
 
 def test_isolated_tokens_are_left_alone():
     """Two clusters of four, and two tokens like no other, which ToMe would merge."""
     rng = np.random.default_rng(0)
     directions = np.eye(4)[[0, 1, 0, 1, 2, 0, 1, 3, 0, 1]]
-    metric = jnp.asarray(directions + 0.01 * rng.normal(size=(10, 4)), jnp.float32)[None]
-    x = jnp.arange(20.0).reshape(1, 10, 2)
-    y, size = compiled(x, None, metric, 4, protected=0, protect_isolated=0.9)
+    metric = (directions + 0.01 * rng.normal(size=(10, 4))).astype(np.float32)[None]
+    x = np.arange(20, dtype=np.float32).reshape(1, 10, 2)
+    y, size = jax.device_get(compiled(x, None, metric, 4, protected=0, protect_isolated=0.9))
     np.testing.assert_array_equal(y[0, :2], x[0, [4, 7]])
     np.testing.assert_array_equal(size[0, :2], 1)
-    assert jnp.sum(size[0, 2:]) == 8
-    y, _ = compiled(x, None, metric, 5, protected=0)
+    assert np.sum(size[0, 2:]) == 8
+    y, _ = jax.device_get(compiled(x, None, metric, 5, protected=0))
     assert not (y[0, :, None] == x[0, [4]]).all(-1).any()
 
 
@@ -192,40 +192,38 @@ def test_no_merging_changes_nothing():
     np.testing.assert_array_equal(ones, 1)
 
 
-@pytest.mark.parametrize("r", [3, 12])
-def test_invariants_layer_after_layer(r):
+def test_invariants_layer_after_layer():
     """Sizes sum to the original token count, the weighted mean is preserved, and the class token does not change."""
     x, _, metric = case(2, 33, 5, 8)
-    mean, first, size = np.mean(x, axis=1), x[:, 0], None
-    for _ in range(3):
-        x, size = jax.jit(merge_tokens, static_argnums=3)(x, size, metric[:, : x.shape[1]], r)
-        np.testing.assert_array_equal(jnp.sum(size, axis=1), 33)
-        np.testing.assert_allclose(jnp.einsum("bn,bnd->bd", size, x) / 33, mean, atol=1e-5)
-        np.testing.assert_array_equal(x[:, 0], first)
+    mean, first = np.mean(x, axis=1), x[:, 0]
+
+    @jax.jit
+    def layers(x, metric):
+        size, results = None, []
+        for _ in range(3):
+            x, size = merge_tokens(x, size, metric[:, : x.shape[1]], 12)
+            results.append((x, size))
+        return results
+
+    for y, size in jax.device_get(layers(x, metric)):
+        np.testing.assert_array_equal(np.sum(size, axis=1), 33)
+        np.testing.assert_allclose(np.einsum("bn,bnd->bd", size, y) / 33, mean, atol=1e-5)
+        np.testing.assert_array_equal(y[:, 0], first)
         np.testing.assert_array_equal(size[:, 0], 1)
 
 
-@pytest.mark.parametrize(
-    ("r", "expected"),
-    [
-        (5, range(197, 136, -5)),
-        (16, [197, 181, 165, 149, 133, 117, 101, 85, 69, 53, 37, 21, 11]),
-        (20, [197, 177, 157, 137, 117, 97, 77, 57, 37, 19, 10, 6, 4]),
-        (25, [197, 172, 147, 122, 97, 72, 47, 24, 13, 7, 4, 3, 2]),
-    ],
-)
-def test_token_counts_of_vit_base(r, expected):
+def test_token_counts_of_vit_base():
     x, size = jax.ShapeDtypeStruct((1, 197, 8), jnp.float32), None
     counts = [197]
     for _ in range(12):
-        x, size = jax.eval_shape(lambda x, size: merge_tokens(x, size, x, r), x, size)
+        x, size = jax.eval_shape(lambda x, size: merge_tokens(x, size, x, 25), x, size)
         counts.append(x.shape[1])
-    assert counts == list(expected)
+    assert counts == [197, 172, 147, 122, 97, 72, 47, 24, 13, 7, 4, 3, 2]
 
 
 def test_ties_are_merged_in_order():
-    x = jnp.arange(8.0).reshape(1, 8, 1)
-    y, size = merge_tokens(x, None, jnp.ones((1, 8, 4)), 2)
+    x = np.arange(8, dtype=np.float32).reshape(1, 8, 1)
+    y, size = jax.device_get(compiled(x, None, np.ones((1, 8, 4), np.float32), 2))
     np.testing.assert_allclose(
         y[0, :, 0], [0, 6, (1 + 2 + 4) / 3, 3, 5, 7], rtol=1e-6
     )  # 2 and 4 into 1, the first of B
@@ -304,14 +302,6 @@ def shapes(batch, count, features, metric):
 
 
 MODELS = [(64, 197, 768, 64), (1, 577, 1024, 64), (3, 677, 1280, 80), (2, 11, 192, 32)]  # ViT-B, L@384, H@364, tiny
-
-
-@pytest.mark.parametrize("model", [MODELS[0], *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS[1:])])
-def test_lowers_for_cuda(model):
-    with targeting(Target.load("h200").gpu):
-        traced = jax.jit(lambda *args: merge_tokens(*args, 4)).trace(*shapes(*model))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 2
 
 
 @pytest.mark.aot

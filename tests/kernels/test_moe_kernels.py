@@ -234,10 +234,10 @@ def calls(model, tokens):
     }
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.slow), 4096])
-@pytest.mark.parametrize("model", ["mixtral-8x7b", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "tokens"), [("mixtral-8x7b", 4096), ("deepseek-v3", 1), ("deepseek-v3", 4096)])
 def test_lowers_for_cuda(model, tokens):
-    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
+    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies. More in `test_lowering.py`."""
     with targeting(H200):
         for name, (function, shapes) in calls(model, tokens).items():
             lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))

@@ -13,34 +13,41 @@ from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, quantize
 FORMATS = ["int8", "int4", "fp8"]
 SEEDS = st.integers(0, 10_000)
 
+# One program each, not one for each operation.
+stored = jax.jit(quantize, static_argnums=1)
+packed, unpacked = jax.jit(weights._pack_int4), jax.jit(weights.unpack_int4)
+floats = jax.jit(lambda quantized: dequantize(quantized, jnp.float32))
 
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @settings(max_examples=10, deadline=None)
-@given(seed=SEEDS, outputs=st.integers(1, 5), groups=st.integers(1, 3))
-def test_packing_loses_nothing(seed, outputs, groups):
+@given(seed=SEEDS, shape=st.sampled_from([(1, 2), (5, 3)]))
+def test_packing_loses_nothing(seed, shape):
+    outputs, groups = shape
     levels = np.random.default_rng(seed).integers(-8, 8, (outputs, groups, GROUP)).astype(np.int8)
-    words = np.asarray(jax.jit(weights._pack_int4)(levels))
+    words = np.asarray(packed(levels))
     assert words.shape == (outputs, groups * GROUP // 4)
-    np.testing.assert_array_equal(jax.jit(weights.unpack_int4)(words), levels)
+    np.testing.assert_array_equal(unpacked(words), levels)
 
 
 def test_a_shift_and_mask_of_a_groups_words_give_consecutive_inputs():
     levels = np.arange(GROUP) % 16 - 8
-    words = np.asarray(weights._pack_int4(jnp.asarray(levels)[None, None]))[0]
+    words = np.asarray(packed(levels[None, None]))[0]
     for run in range(4):
         np.testing.assert_array_equal((words >> 4 * run) & 15, levels[32 * run : 32 * (run + 1)] + 8)
 
 
 @settings(max_examples=10, deadline=None)
-@given(seed=SEEDS, fmt=st.sampled_from(FORMATS), outputs=st.integers(1, 5), groups=st.integers(1, 3))
-def test_quantised_values_survive_a_round_trip(seed, fmt, outputs, groups):
-    quantized = quantize(_normal(seed, outputs, groups * GROUP), fmt)
-    matrix = dequantize(quantized, jnp.float32)
+@given(seed=SEEDS, fmt=st.sampled_from(FORMATS))
+def test_quantised_values_survive_a_round_trip(seed, fmt):
+    outputs, groups = 24, 2
+    quantized = stored(_normal(seed, outputs, groups * GROUP), fmt)
+    matrix = np.asarray(floats(quantized))
     assert quantized.shape == matrix.shape == (outputs, groups * GROUP)
-    again = dequantize(quantize(matrix, fmt), jnp.float32)
+    again = floats(stored(matrix, fmt))
     # Clipped int4 may choose a smaller scale the second time; the error stays within one rounding.
     tolerance = 0.15 * np.abs(matrix).max() if fmt == "int4" else 1e-6
     np.testing.assert_allclose(again, matrix, atol=tolerance)
@@ -49,35 +56,35 @@ def test_quantised_values_survive_a_round_trip(seed, fmt, outputs, groups):
 @pytest.mark.parametrize(("fmt", "error"), [("int8", 0.009), ("int4", 0.100), ("fp8", 0.027)])
 def test_relative_error_of_gaussian_weights(fmt, error):
     matrix = _normal(0, 64, 1024)
-    rounded = np.asarray(dequantize(quantize(matrix, fmt), jnp.float32))
+    rounded = np.asarray(floats(stored(matrix, fmt)))
     relative = np.sqrt(np.mean((rounded - matrix) ** 2) / np.mean(matrix**2))
     assert 0.8 * error < relative < error
 
 
 def test_int4_beats_the_largest_weight_over_seven():
-    matrix = _normal(1, 32, 8 * GROUP)
-    groups = np.asarray(matrix).reshape(32, 8, GROUP)
+    matrix = _normal(1, 64, 8 * GROUP)
+    groups = matrix.reshape(64, 8, GROUP)
     scale = np.abs(groups).max(axis=-1, keepdims=True) / 7
     usual = np.square(np.clip(np.round(groups / scale), -8, 7) * scale - groups).sum()
-    ours = np.square(np.asarray(dequantize(quantize(matrix, "int4"), jnp.float32)) - matrix).sum()
+    ours = np.square(np.asarray(floats(stored(matrix, "int4"))) - matrix).sum()
     assert ours < 0.75 * usual
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zeros_stay_zeros(fmt):
-    quantized = quantize(jnp.zeros((3, 2 * GROUP)), fmt)
-    np.testing.assert_array_equal(dequantize(quantized, jnp.float32), 0)
+    quantized = stored(np.zeros((24, 2 * GROUP), np.float32), fmt)
+    np.testing.assert_array_equal(floats(quantized), 0)
     assert np.isfinite(np.asarray(quantized.scale, np.float32)).all()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("leading", [(), (1,), (3, 1), (2, 9)])
+@pytest.mark.parametrize("leading", [(), (3, 1), (2, 9)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matmul_equals_that_of_the_dequantised_weights(fmt, leading, dtype):
-    quantized = quantize(_normal(2, 24, 2 * GROUP) / 16, fmt)
+    quantized = stored(_normal(2, 24, 2 * GROUP) / 16, fmt)
     x = _normal(3, *leading, 2 * GROUP).astype(dtype)
     y = jax.jit(small_batch_linear)(x, quantized)
-    exact = np.asarray(x, np.float64) @ np.asarray(dequantize(quantized, jnp.float32), np.float64).T
+    exact = np.asarray(x, np.float64) @ np.asarray(floats(quantized), np.float64).T
     assert y.dtype == dtype
     # int8 also rounds x: 256 uniformly distributed errors of at most max|x| / 254 each, times weights of 1/16.
     rounding = 4 / 254 / np.sqrt(3) if fmt == "int8" else 0.0
@@ -86,33 +93,34 @@ def test_matmul_equals_that_of_the_dequantised_weights(fmt, leading, dtype):
 
 
 def test_int8_matmul_rounds_x_row_by_row_and_accumulates_exactly():
-    quantized, x = quantize(_normal(4, 24, 200), "int8"), _normal(5, 3, 200)
-    q, x_scale = (np.asarray(a, np.float64) for a in weights.quantize_rows(x))
+    quantized, x = stored(_normal(4, 24, 2 * GROUP), "int8"), _normal(5, 3, 2 * GROUP)
+    q, x_scale = (np.asarray(a, np.float64) for a in jax.jit(weights.quantize_rows)(x))
     exact = q @ np.asarray(quantized.weight, np.float64).T * x_scale * np.asarray(quantized.scale, np.float64)
-    np.testing.assert_allclose(small_batch_linear(x, quantized), exact, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(small_batch_linear)(x, quantized), exact, rtol=1e-6)
 
 
 def test_float_weights_are_multiplied_as_they_are():
     x, matrix = _normal(6, 5, 40), _normal(7, 24, 40)
-    np.testing.assert_allclose(small_batch_linear(x, Weights(matrix)), x @ matrix.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(dequantize(Weights(matrix), jnp.float32), matrix)
+    weight = Weights(jnp.asarray(matrix))
+    np.testing.assert_allclose(jax.jit(small_batch_linear)(x, weight), x @ matrix.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(floats(weight), matrix)
 
 
 def test_unsupported():
     with pytest.raises(ValueError, match="groups of 128: a matrix of 100 inputs"):
-        quantize(jnp.ones((2, 100)), "int4")
+        quantize(jnp.asarray(np.ones((2, 100))), "int4")
     with pytest.raises(ValueError, match=r"'int3'.*int8, int4, fp8"):
-        quantize(jnp.ones((2, 128)), "int3")  # pyright: ignore[reportArgumentType]
+        quantize(jnp.asarray(np.ones((2, 128))), "int3")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_stack_of_matrices_is_each_of_them(fmt):
     """Experts are [E, N, K], and are stored as each matrix would be alone."""
-    matrices = _normal(5, 3, 6, 2 * GROUP)
-    stack = quantize(matrices, fmt)
+    matrices = _normal(5, 3, 24, 2 * GROUP)
+    stack = stored(matrices, fmt)
     assert stack.shape == matrices.shape
-    floats = dequantize(stack, jnp.float32)
+    every = np.asarray(floats(stack))
     for i, matrix in enumerate(matrices):
-        alone = quantize(matrix, fmt)
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, i=i: leaf[i], stack), alone)
-        np.testing.assert_array_equal(floats[i], dequantize(alone, jnp.float32))
+        alone = stored(matrix, fmt)
+        jax.tree.map(lambda leaf, one, i=i: np.testing.assert_array_equal(np.asarray(leaf)[i], one), stack, alone)
+        np.testing.assert_array_equal(every[i], floats(alone))
