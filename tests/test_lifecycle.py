@@ -134,21 +134,23 @@ def test_a_second_one_that_does_not_fit_is_refused_and_told_who_has_the_memory(k
 
 
 def test_a_cache_has_the_pages_that_others_leave(model_dir, monkeypatch):
+    # A workspace that is larger than what reads the weights, which is freed before the cache is made.
+    chunks = SMALL | {"token_budget": 32, "chunk_size": 8}
     host, other = host_budget(), Reservation("System board")
     monkeypatch.setattr(host, "capacity", host.reserved + (64 << 20))
     monkeypatch.setattr(memory, "AMPLE", 1 << 30)
-    with LLM(model_dir, **SMALL) as llm:
+    with LLM(model_dir, **chunks) as llm:
         plan = llm.memory
 
     def leave(size):
         other.resize({(host, "experts"): (64 << 20) - plan.weights - int(size / memory.FRACTION) - 1})
 
     leave(plan.workspace + 5 * plan.page_bytes)
-    with LLM(model_dir, **SMALL) as llm:
+    with LLM(model_dir, **chunks) as llm:
         assert llm.memory.num_pages == 5 < plan.num_pages
     leave(plan.workspace)
     with pytest.raises(ValueError, match=r"(?s)The KV cache may take .*\n  System board, experts: "):
-        LLM(model_dir, **SMALL)
+        LLM(model_dir, **chunks)
 
 
 def test_the_system_has_its_memory_back(model_dir):
