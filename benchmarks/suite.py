@@ -102,11 +102,9 @@ def main(arguments: list[str]) -> int:
         status = subprocess.run(command, env=os.environ | {FOLDER_VARIABLE: folder}, check=False).returncode
         total = cpu_seconds() - begin
         rows = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
-    if status:
-        return status
     report(rows, total)
-    if not checks:
-        return 0
+    if status or not checks:
+        return status
     one = calibration()
     cost, limit = total / one, MARGIN * BUDGET
     print(f"\nThe tests cost {cost:.0f} calibrations of {one:.1f} CPU s. At most {limit:.0f} are allowed.")
