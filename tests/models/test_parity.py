@@ -47,7 +47,7 @@ def test_every_leaf_has_the_model_s_shape(name):
 @pytest.mark.parametrize("name", decoders(cached=False))
 def test_decoder_without_cache(name):
     golden = goldens.load(name)
-    logits, _ = goldens.forward(*goldens.build(golden), golden.tokens, golden.positions)
+    logits, _ = goldens.forward_by_layers(*goldens.build(golden), golden.tokens, golden.positions)
     close(np.asarray(logits)[golden.positions >= 0], golden.expected)
 
 
