@@ -192,6 +192,22 @@ def _leave(graph, state, x, rows):
     return model.logits(model.leave(x, ForwardContext((rows,), {}))[0])
 
 
+def greedy_after(graph, state, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[int]]:
+    """The token of the largest logit after each prompt, and after each of the tokens that follow it but the last.
+
+    They are the tokens themselves if these are what is generated greedily.
+    """
+    rows = [prompt + following[:-1] for prompt, following in zip(prompts, tokens, strict=True)]
+    ids, places = np.zeros((2, len(rows), max(map(len, rows))), np.int32)
+    for row, row_ids, row_places in zip(rows, ids, places, strict=True):
+        row_ids[: len(row)] = row
+        row_places[:] = [*range(len(row)), *[-1] * (len(row_places) - len(row))]
+    best = np.asarray(forward_by_layers(graph, state, ids, places)[0]).argmax(-1)
+    return [
+        best[i, len(prompt) - 1 : len(row)].tolist() for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
+
+
 @_jit
 def encode(graph, state, tokens, positions, token_types):
     """Hidden vectors [B, T, D] and the pooled ones [B, D]."""
