@@ -216,6 +216,12 @@ def encode(graph, state, tokens, positions, token_types):
     return hidden, model.pool(hidden, positions >= 0)
 
 
+def program(function, *arguments) -> tuple[str, list]:
+    """What a function computes: its operations, and the constants in them."""
+    traced = jax.make_jaxpr(function)(*arguments)
+    return str(traced.jaxpr), [np.asarray(constant).tolist() for constant in traced.consts]
+
+
 def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
     """Caches filled with noise, and a page table with its pages in random order."""
     pages_per_row = -(-tokens // PAGE_SIZE)

@@ -49,7 +49,7 @@ def test_classifiers_and_backbones(name):
     model, expected = read(name)
     assert isinstance(model, ResNet if "resnet" in name or "torchvision" in name else ViT)
     output = "logits" if model.cfg.labels else "features"
-    actual = vision.run(getattr(model, output), expected["images"])
+    actual = vision.run_method(getattr(model, output), expected["images"])
     np.testing.assert_allclose(actual, expected[output], atol=1e-4, rtol=0)
 
 
@@ -64,7 +64,7 @@ def test_a_backbone_has_no_classes():
 def test_detectors(name):
     model, expected = read(name)
     assert isinstance(model, Yolo)
-    actual = vision.run(model.predictions, expected["images"])
+    actual = vision.run_method(model.predictions, expected["images"])
     start, theirs = 0, []
     for stride in STRIDES:  # theirs have all cells of one anchor together
         side = SIZE // stride
