@@ -175,7 +175,8 @@ def test_converted_and_loaded(name, tmp_path):
     description = convert(vision.DIRECTORY / name, tmp_path / "model")
     assert Description.read(tmp_path / "model") == description
     assert description.dtype == ("float16" if name == "yolov5_deep" else "float32")
-    loaded, source = load_model(tmp_path / "model"), HuggingFaceModel(vision.DIRECTORY / name)
+    loaded = load_model(tmp_path / "model", dtype=description.dtype)
+    source = HuggingFaceModel(vision.DIRECTORY / name)
     assert loaded.config == source.config
     for leaf in source.leaf_names:
         exact = source.read(leaf)
