@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models import ResNetConfig, ViTConfig, WeightFormat, YoloConfig
+from jaxinfer.models import ModelConfig, ResNetConfig, ViTConfig, WeightFormat, YoloConfig
 from jaxinfer.models.abstract import Model, merge_model
 from jaxinfer.models.config import (
     Activation,
@@ -17,7 +17,6 @@ from jaxinfer.models.config import (
     NormConfig,
     NormKind,
     PreprocessingConfig,
-    VisionConfig,
 )
 from jaxinfer.models.leaves import canonical_leaves
 
@@ -42,7 +41,7 @@ TRANSFORMER = ViTConfig(
 
 
 @functools.cache
-def build(config: VisionConfig) -> Model:
+def build(config: ModelConfig) -> Model:
     """The model with random weights as it makes them itself, without its small programs; not to be changed."""
     rng = np.random.default_rng(0)
 
@@ -76,6 +75,6 @@ def run(function, *arguments):
 FLOAT32 = WeightFormat()
 
 
-def shapes(config: VisionConfig):
+def shapes(config: ModelConfig):
     """The model's leaves by name."""
     return canonical_leaves(config, FLOAT32)
