@@ -355,7 +355,8 @@ def mixture(request, tmp_path_factory):
 )
 def test_experts_come_to_the_devices_that_have_them(mixture, quantize, asked):
     whole = load_model(mixture, quantize=quantize).leaves
-    for mesh in ({"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}):
+    alone = [{"expert": 2}] if quantize is None else []
+    for mesh in (*alone, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}):
         check_experts_on(MeshConfig(**mesh), mixture, quantize, whole, asked)
 
 
