@@ -27,9 +27,6 @@ def slow(*cases):
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-FEW_EXCHANGES = ("pcc", "all_gather", *slow("all_to_all", "pcc_all_gather"))
-
-
 def config(*, shared=None, bias=True, **router):
     chosen = RouterConfig(experts=EXPERTS, experts_per_token=CHOICES, **router)
     mixed = {} if shared is None else {"shared_hidden": 8, "shared_mix": shared}
@@ -101,7 +98,7 @@ def test_gives_what_one_device_gives(mesh, exchange):
     check(mesh, config(shared=SharedMix.ADD), tokens_of(8), np.arange(8) % 3 > 0, exchange)
 
 
-@pytest.mark.parametrize("exchange", FEW_EXCHANGES)
+@pytest.mark.parametrize("exchange", ["pcc", *slow("all_gather", "all_to_all", "pcc_all_gather")])
 @pytest.mark.parametrize("shared", [SharedMix.GATED, *slow(SharedMix.RESIDUAL)])
 def test_every_way_of_adding_the_shared_mlp(shared, exchange):
     check(ALL_AXES, config(shared=shared), tokens_of(4), np.full(4, True), exchange)
@@ -222,5 +219,6 @@ def test_pcc_against_the_plain_way():
 def test_slices_of_experts_are_added_up_once():
     """A sum over the column and the slices together, in which the shared MLP takes part."""
     cfg = config(shared=SharedMix.GATED, bias=False)
-    floats, _ = exchanged({"expert": 2, "tensor": 2}, cfg, 4, "cheapest")
+    check(mesh := {"expert": 2, "tensor": 2}, cfg, tokens_of(4), np.full(4, True), "cheapest")
+    floats, _ = exchanged(mesh, cfg, 4, "cheapest")
     assert [(c.kind, c.participants, c.shape) for c in floats] == [("all-reduce", 4, (4, EMBED))]
