@@ -75,17 +75,6 @@ def test_an_interrupt_while_converting_waits_for_what_is_being_written(start, ti
     assert not list(tmp_path.glob(".*out*"))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(hub, start, tmp_path):
-    hub.repositories["org/tiny"]["model.safetensors"] += bytes(1 << 20)
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
-    process = start("convert", "org/tiny", "out", before=limit)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, len(said.splitlines())) == (2, 1), said
-    assert "org/tiny: model.safetensors: [Errno 27] File too large" in said
-    assert not list((tmp_path / "hf").rglob("*.incomplete"))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow  # the library tries for half a minute
 def test_a_hub_that_goes_away_meanwhile_is_one_line(hub, start, tmp_path):
     hub.after["config.json"] = lambda: setattr(hub, "down", True)

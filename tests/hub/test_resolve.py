@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import time
 
@@ -336,3 +337,17 @@ def test_paths_without_a_model_are_refused(hub, tmp_path, path, message):
     with pytest.raises(CheckpointError, match=f"^{message}"):
         resolve(path)
     assert hub.requests == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(hub, tmp_path):
+    hub.repositories["org/tiny"]["model.safetensors"] += bytes(1 << 20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        done = _run("convert", "org/tiny", "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "org/tiny: model.safetensors: [Errno 27] File too large" in done.stderr
+    assert not list((tmp_path / "hf").rglob("*.incomplete"))
+    assert not (tmp_path / "out").exists()

@@ -11,10 +11,20 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxinfer.checkpoints.manifest import part_of
-from jaxinfer.models import Decoder, DecoderConfig, Encoder, EncoderConfig, KVPages, ModelConfig, WeightFormat
+from jaxinfer.models import (
+    Decoder,
+    DecoderConfig,
+    Encoder,
+    EncoderConfig,
+    KVPages,
+    ModelConfig,
+    TokenRows,
+    WeightFormat,
+)
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.files.gguf_config import ARCHITECTURES
+from jaxinfer.models.layers.forward_context import ForwardContext
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
@@ -143,7 +153,7 @@ def quantized(leaves: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]])
 
 
 # A hundred programs that run once each: compile quickly rather than well.
-_jit = functools.partial(jax.jit, static_argnames="graph", compiler_options={"xla_backend_optimization_level": 0})
+_jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @_jit
@@ -154,12 +164,62 @@ def forward(graph, state, tokens, positions, caches=None, page_table=None):
     return model.logits(hidden), caches
 
 
+def forward_by_layers(graph, state, tokens, positions, caches=None, page_table=None):
+    """Logits [B, T, V] and the caches, from a program for each kind of layer: layers that are alike share theirs."""
+    model, rows = nnx.merge(graph, state), TokenRows(tokens, positions, page_table)
+    x, new_caches = _enter(graph, state, rows), []
+    for layer, cache in zip(model.layers, caches or [None] * len(model.layers), strict=True):
+        layer_graph, layer_state = nnx.split(layer)
+        x, cache = _run_layer((layer_graph, model.cfg.all_positions), layer_state, x, rows, cache)
+        new_caches.append(cache)
+    return _leave(graph, state, x, rows), new_caches
+
+
+@_jit
+def _enter(graph, state, rows):
+    return nnx.merge(graph, state).enter((rows,))[0]
+
+
+@_jit
+def _run_layer(graph_and_positions, state, x, rows, cache):
+    graph, kinds = graph_and_positions
+    return nnx.merge(graph, state)(x, ForwardContext.from_groups((rows,), kinds), cache)
+
+
+@_jit
+def _leave(graph, state, x, rows):
+    model = nnx.merge(graph, state)
+    return model.logits(model.leave(x, ForwardContext((rows,), {}))[0])
+
+
+def greedy_after(graph, state, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[int]]:
+    """The token of the largest logit after each prompt, and after each of the tokens that follow it but the last.
+
+    They are the tokens themselves if these are what is generated greedily.
+    """
+    rows = [prompt + following[:-1] for prompt, following in zip(prompts, tokens, strict=True)]
+    ids, places = np.zeros((2, len(rows), max(map(len, rows))), np.int32)
+    for row, row_ids, row_places in zip(rows, ids, places, strict=True):
+        row_ids[: len(row)] = row
+        row_places[:] = [*range(len(row)), *[-1] * (len(row_places) - len(row))]
+    best = np.asarray(forward_by_layers(graph, state, ids, places)[0]).argmax(-1)
+    return [
+        best[i, len(prompt) - 1 : len(row)].tolist() for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
+
+
 @_jit
 def encode(graph, state, tokens, positions, token_types):
     """Hidden vectors [B, T, D] and the pooled ones [B, D]."""
     model = nnx.merge(graph, state)
     hidden = model(tokens, positions, token_types)
     return hidden, model.pool(hidden, positions >= 0)
+
+
+def program(function, *arguments) -> tuple[str, list]:
+    """What a function computes: its operations, and the constants in them."""
+    traced = jax.make_jaxpr(function)(*arguments)
+    return str(traced.jaxpr), [np.asarray(constant).tolist() for constant in traced.consts]
 
 
 def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
@@ -177,12 +237,14 @@ def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KV
 
 
 def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: int) -> np.ndarray:
-    """Logits of every real token, with the prompt fed in chunks through the paged cache."""
+    """Logits of every real token, with the prompt fed in chunks through the paged cache, layer by layer."""
     batch, tokens = golden.tokens.shape
     caches, page_table = empty_cache(golden.config, batch, tokens)
     chunks = []
     for start in range(0, tokens, chunk):
         columns = np.s_[:, start : start + chunk]
-        logits, caches = forward(*model, golden.tokens[columns], golden.positions[columns], caches, page_table)
+        logits, caches = forward_by_layers(
+            *model, golden.tokens[columns], golden.positions[columns], caches, page_table
+        )
         chunks.append(np.asarray(logits))
     return np.concatenate(chunks, axis=1)[golden.positions >= 0]

@@ -347,27 +347,31 @@ def _mixtral(path: pathlib.Path, *, experts: int, embed: int, hidden: int) -> in
     return experts * 2 * hidden * embed * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}, {"quantize": "fp8"}], ids=str)
-def test_verify_reads_each_expert(tmp_path, out, options):
-    _mixtral(tmp_path / "hf", experts=3, embed=128, hidden=128)
-    convert(tmp_path / "hf", out, **options)
-    report = compare_tensors(out, tmp_path / "hf")
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """A Hugging Face directory, and its float model."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    _mixtral(folder / "hf", experts=3, embed=128, hidden=128)
+    convert(folder / "hf", folder / "float")
+    return folder / "hf", folder / "float"
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
+def test_verify_reads_each_expert_and_loading_quantises_it_the_same(mixtral, tmp_path, quantize):
+    (hf, model), changed = mixtral, tmp_path / "hf"
+    if quantize:
+        convert(hf, tmp_path / "model", quantize=quantize)
+        at_load, model = load_model(model, quantize=quantize), tmp_path / "model"
+        for name, leaf in load_model(model).leaves.items():
+            if ".experts." in name:
+                np.testing.assert_array_equal(np.asarray(at_load.leaves[name]), np.asarray(leaf), err_msg=name)
+    report = compare_tensors(model, hf)
     assert not report.beyond
-    assert report.tensors == len(HuggingFaceModel(tmp_path / "hf").leaf_names) > 3 * 2
-    name, changed = "model.layers.0.block_sparse_moe.experts.2.w2.weight", load_file(tmp_path / "hf/0.safetensors")
-    save_file(changed | {name: changed[name] + np.float16(1)}, tmp_path / "hf/0.safetensors")
-    assert compare_tensors(out, tmp_path / "hf").beyond == ("layers.0.mlp.experts.down.weight@2",)
-
-
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
-def test_experts_quantised_at_load_are_those_quantised_by_convert(tmp_path, quantize):
-    _mixtral(tmp_path / "hf", experts=3, embed=128, hidden=128)
-    convert(tmp_path / "hf", tmp_path / "float")
-    convert(tmp_path / "hf", tmp_path / "quantised", quantize=quantize)
-    at_load, stored = load_model(tmp_path / "float", quantize=quantize), load_model(tmp_path / "quantised")
-    for name, leaf in stored.leaves.items():
-        if ".experts." in name:
-            np.testing.assert_array_equal(np.asarray(at_load.leaves[name]), np.asarray(leaf), err_msg=name)
+    assert report.tensors == len(HuggingFaceModel(hf).leaf_names) > 3 * 2
+    shutil.copytree(hf, changed)
+    name, tensors = "model.layers.0.block_sparse_moe.experts.2.w2.weight", load_file(hf / "0.safetensors")
+    save_file(tensors | {name: tensors[name] + np.float16(1)}, changed / "0.safetensors")
+    assert compare_tensors(model, changed).beyond == ("layers.0.mlp.experts.down.weight@2",)
 
 
 def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -4,10 +4,11 @@ import pathlib
 
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.checkpoints import read_manifest
+from jaxinfer.checkpoints import read_file, read_manifest
 from jaxinfer.models.files.loading import load_model, save_model
+from tests.models import goldens
 
 DEMO = pathlib.Path(__file__).parents[2] / "examples/demo_model"
 PROMPTS = ["import os\n", "def fibonacci(n):\n    "]
@@ -30,11 +31,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_same_tokens(quantize):
-    llm = LLM(DEMO, dtype="float32", quantize=quantize, context=128, max_batch=1, token_budget=32)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
-    assert [list(output.outputs[0].token_ids) for output in outputs] == EXPECTED[quantize]
+    model = load_model(DEMO, dtype="float32", quantize=quantize)
+    tokenizer = Tokenizer.from_str((read_file(DEMO, "tokenizer.json") or b"").decode())
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    assert goldens.greedy_after(model.graphdef, model.state, prompts, EXPECTED[quantize]) == EXPECTED[quantize]
 
 
 def test_the_same_leaf_names(tmp_path):

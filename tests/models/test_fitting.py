@@ -168,7 +168,7 @@ def test_heads_that_lack_a_whole_group_for_int4():
 # Mixtures of experts
 
 
-def with_experts(hidden=50, *, dense=None, shared=0, experts=8, layers=3):
+def with_experts(hidden=50, *, dense=None, shared=0, experts=8, layers=2):
     """A mixture of experts; its first layer is dense if that has a width."""
     router = RouterConfig(experts=experts, experts_per_token=2)
     moe = dataclasses.replace(CONFIG.mlp, hidden=hidden, moe=MoeConfig(router=router, shared_hidden=shared))
@@ -189,7 +189,7 @@ def by_takes(fitting, name, stored, array):
     return array
 
 
-@settings(max_examples=20, deadline=None)  # leaves of a new config take long to describe
+@settings(max_examples=12, deadline=None)  # leaves of a new config take long to describe
 @given(
     st.integers(1, 60),
     st.integers(1, 60),

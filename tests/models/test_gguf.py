@@ -47,7 +47,7 @@ def test_generates_the_tokens_of_llama_cpp(files, name, tmp_path):
     leaves = {leaf: np.asarray(array, np.float32) for leaf, array in checkpoints.load(tmp_path / "model").items()}
     tokens = np.array([expected["prompt"] + expected["greedy"][:-1]], np.int32)
     golden = goldens.Golden(description.config, leaves, tokens, tokens, np.arange(tokens.size)[None], tokens)
-    logits, _ = goldens.forward(*goldens.build(golden), tokens, golden.positions)
+    logits, _ = goldens.forward_by_layers(*goldens.build(golden), tokens, golden.positions)
     assert logits[0, len(expected["prompt"]) - 1 :].argmax(-1).tolist() == expected["greedy"]
     assert not compare_tensors(tmp_path / "model", files / name).beyond
 

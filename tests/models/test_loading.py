@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices
+from jaxinfer.models import DecoderConfig, Encoder, WeightFormat, devices
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
     Activation,
@@ -30,6 +30,7 @@ from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model, save_model
 from jaxinfer.models.leaves import cache_leaves, canonical_leaves
 from jaxinfer.sharding import MeshConfig, ShardingRules
+from tests.models.vision import build
 from tests.tiny import MOE_CONFIGS, save_tiny
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -47,7 +48,7 @@ CONFIG = DecoderConfig(
 
 @pytest.fixture(scope="module")
 def original():
-    return Decoder(CONFIG, WeightFormat(), rngs=nnx.Rngs(0))
+    return build(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +142,27 @@ def test_int8_at_load(saved):
     assert 0 < difference < 0.2
 
 
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory):
+    """A model of whole groups of int4, and what it gives."""
+    config = dataclasses.replace(
+        CONFIG, embed=256, layers=1, mlp=MlpConfig(hidden=512, activation=Activation.SILU, gated=True)
+    )
+    save_model(path := tmp_path_factory.mktemp("divisible") / "model", build(config), family="test")
+    return path, _hidden(load_model(path))
+
+
 @pytest.mark.parametrize(
     ("quantize", "close"), [("int4", 0.25), ("fp8", 0.1), pytest.param("int8", 0.03, marks=pytest.mark.slow)]
 )
-def test_formats_of_a_model_that_int4_divides(tmp_path, quantize, close):
+def test_formats_of_a_model_that_int4_divides(divisible, quantize, close):
     """Outputs stay near float's, also divided over devices: groups of inputs stay whole."""
-    config = dataclasses.replace(
-        CONFIG, embed=256, layers=2, mlp=MlpConfig(hidden=512, activation=Activation.SILU, gated=True)
-    )
-    save_model(tmp_path / "model", Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), family="test")
-    exact, rounded = load_model(tmp_path / "model"), load_model(tmp_path / "model", quantize=quantize)
-    split = load_model(tmp_path / "model", quantize=quantize, mesh=MeshConfig(tensor=2))
-    difference = np.linalg.norm(_hidden(exact) - _hidden(rounded)) / np.linalg.norm(_hidden(exact))
+    path, exact = divisible
+    rounded = _hidden(load_model(path, quantize=quantize))
+    split = load_model(path, quantize=quantize, mesh=MeshConfig(tensor=2))
+    difference = np.linalg.norm(exact - rounded) / np.linalg.norm(exact)
     assert close / 5 < difference < close
-    np.testing.assert_allclose(_hidden(rounded), _hidden(split), atol=2e-2 if quantize == "int8" else 1e-4)
+    np.testing.assert_allclose(rounded, _hidden(split), atol=2e-2 if quantize == "int8" else 1e-4)
     down = _leaves(split.state)["layers.0.mlp.down.weight"]
     assert {shard.data.shape for shard in down.addressable_shards} == {(256, 64 if quantize == "int4" else 256)}
 
@@ -342,14 +350,18 @@ def mixture(request, tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "mixture", request.param, config)
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize(
     "quantize", [None, "int4", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "fp8"))]
 )
-def test_experts_come_to_the_devices_that_have_them(mixture, mesh, quantize, asked):
+def test_experts_come_to_the_devices_that_have_them(mixture, quantize, asked):
     whole = load_model(mixture, quantize=quantize).leaves
+    alone = [{"expert": 2}] if quantize is None else []
+    for mesh in (*alone, {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2}):
+        check_experts_on(MeshConfig(**mesh), mixture, quantize, whole, asked)
+
+
+def check_experts_on(mesh, mixture, quantize, whole, asked):
     asked.clear()
-    mesh = MeshConfig(**mesh)
     split = load_model(mixture, mesh=mesh, quantize=quantize)
     leaves = split.leaves
     if mesh.size == 2:  # no KV head is copied: together all parts are each leaf once

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from examples.train_demo_model import encode, model_bits
 from examples.train_moe_demo_model import CONFIG, route
-from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints import read_file, read_manifest
 from jaxinfer.models.files.loading import load_model
+from tests.models import goldens
 
 DEMO = pathlib.Path(__file__).parents[2] / "examples/moe_demo_model"
 HELD_OUT = ("queue.py", "bisect.py")
@@ -24,11 +24,19 @@ TEXTS = (
     "            f.write('\\n')\n        self.assertEqual(f.read(), '\\n')\n        self.assertEqual(f.read(), '",
     f"{3 * '        self.message = message\n'}        self.",
 )
+TOKENS = [
+    [277, 290, 993, 358, *[60, 78, 407, 260, 271, 338, 526, 980, 631, 284] * 2],
+    [*[260, 271, 14, 1345, 279, 1255, 199] * 3, 260, 271, 14],
+]
 
 
 @pytest.fixture(scope="module")
-def model():
-    loaded = load_model(DEMO, dtype="float32")
+def loaded():
+    return load_model(DEMO, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model(loaded):
     return nnx.merge(loaded.graphdef, loaded.state)
 
 
@@ -43,10 +51,10 @@ def texts():
     return [(library / name).read_text() for name in HELD_OUT]
 
 
-def test_the_same_texts():
-    llm = LLM(DEMO, dtype="float32", context=128, max_batch=1, token_budget=32)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
-    assert tuple(output.outputs[0].text for output in outputs) == TEXTS
+def test_the_same_texts(loaded, tokenizer):
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    assert goldens.greedy_after(loaded.graphdef, loaded.state, prompts, TOKENS) == TOKENS
+    assert tuple(map(tokenizer.decode, TOKENS)) == TEXTS
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Routers with the rule that a family's config has, against those of `transformers` (`make_router_goldens.py`)."""
 
+import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,29 +50,29 @@ def test_every_family_with_experts_is_compared():
     assert {goldens.read_config(name)["model_type"] for name in goldens.EXPERTS} - shared <= FIELDS.keys()
 
 
-def route(case: str, tokens: int):
-    """The routing of the first tokens, whose logits are the columns of the router's matrix."""
-    rule = rule_of(case.partition("/")[0])
-    router = Router(12, rule, rngs=nnx.Rngs(0))
+@functools.partial(jax.jit, static_argnums=0)
+def route(rule: RouterConfig, weight, bias):
+    """The routing of all tokens, whose logits are the columns of the router's matrix, and of the first one alone."""
+    router = nnx.eval_shape(lambda: Router(12, rule, rngs=nnx.Rngs(0)))
+    router.weight.set_value(weight)
+    if rule.selection_bias:
+        router.selection_bias.set_value(bias)
+    return router(jnp.eye(12), None), router(jnp.eye(12)[:1], None)  # one token: fewer than experts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_and_weights_are_those_of_transformers(case):
+    """Of experts that tie, any may be chosen; one whose logit is NaN is as unlikely as any can be."""
     weight = TENSORS[f"{case}/weight"]
     if case.endswith("/nan"):
         weight = np.where(weight < -1e38, np.nan, weight)
-    router.weight[...] = jnp.asarray(weight)
-    if rule.selection_bias:
-        router.selection_bias[...] = jnp.asarray(TENSORS[f"{case}/bias"])
-    return router(jnp.eye(12)[:tokens], None)
-
-
-@pytest.mark.parametrize("tokens", [12, 1])  # one token: fewer than experts
-@pytest.mark.parametrize("case", CASES)
-def test_experts_and_weights_are_those_of_transformers(case, tokens):
-    """Of experts that tie, any may be chosen; one whose logit is NaN is as unlikely as any can be."""
-    routing = route(case, tokens)
-    chosen = np.zeros((tokens, 8), np.float32)
-    np.put_along_axis(chosen, np.asarray(routing.experts), np.asarray(routing.weights), axis=1)
-    expected = TENSORS[f"{case}/chosen"][:tokens]
-    if case.endswith("/one"):
-        assert int(routing.sizes.max()) == tokens
-    if case.endswith("/ties"):
-        chosen, expected = np.sort(chosen), np.sort(expected)
-    np.testing.assert_allclose(chosen, expected, rtol=2e-5, atol=1e-12)
+    for routing in route(rule_of(case.partition("/")[0]), weight, TENSORS.get(f"{case}/bias")):
+        tokens = len(routing.experts)
+        chosen = np.zeros((tokens, 8), np.float32)
+        np.put_along_axis(chosen, np.asarray(routing.experts), np.asarray(routing.weights), axis=1)
+        expected = TENSORS[f"{case}/chosen"][:tokens]
+        if case.endswith("/one"):
+            assert int(routing.sizes.max()) == tokens
+        if case.endswith("/ties"):
+            chosen, expected = np.sort(chosen), np.sort(expected)
+        np.testing.assert_allclose(chosen, expected, rtol=2e-5, atol=1e-12)

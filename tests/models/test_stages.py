@@ -220,8 +220,10 @@ def check_bytes(model):
 MESHES = [{}, {"tensor": 2}, {"data": 2, "tensor": 2}]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("quantize", [None, "int4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mesh", "quantize"),
+    [*((mesh, None) for mesh in MESHES), (MESHES[2], "int4"), pytest.param(MESHES[2], "int8", marks=pytest.mark.slow)],
+)
 def test_each_device_has_the_layers_of_its_stage(alternating, mesh, quantize):
     flat = load_model(alternating, mesh=MeshConfig(**mesh), quantize=quantize)
     model = load_model(alternating, mesh=MeshConfig(pipeline=2, **mesh), quantize=quantize)

@@ -54,7 +54,7 @@ def check(detections, row: int, expected) -> None:
         assert not rows[row, count:].any()
 
 
-@pytest.mark.parametrize(("candidates", "classes"), [(60, 3), (250, 1), (7, 2)])
+@pytest.mark.parametrize(("candidates", "classes"), [(60, 3), (7, 2)])
 def test_as_brute_force(candidates, classes):
     batch = np.stack([random_predictions(candidates, classes, seed) for seed in range(3)])
     detections = suppress(batch)
@@ -62,12 +62,25 @@ def test_as_brute_force(candidates, classes):
         check(detections, row, brute_force(predictions))
 
 
-def test_chains_are_resolved_in_order():
-    """Each box overlaps its neighbour alone: the first drops the second, so that the third is left."""
-    boxes = [[10 + 3 * i, 10, 10, 10, 0.9 - 0.01 * i, 1.0] for i in range(41)]
-    expected = brute_force(np.array(boxes))
-    assert len(expected) == 21
-    check(suppress(np.array([boxes], np.float32)), 0, expected)
+def test_of_one_class():
+    """Many, a chain of boxes, no detection, and boxes without an area; in one program."""
+    many = [random_predictions(250, 1, seed) for seed in range(3)]
+    # Each box overlaps its neighbour alone: the first drops the second, so that the third is left.
+    chain = [[10 + 3 * i, 10, 10, 10, 0.9 - 0.01 * i, 1.0] for i in range(41)]
+    nothing = random_predictions(250, 1, seed=0)
+    nothing[:, 4] = CONFIDENCE  # at most: not above
+    without_area = [[5, 5, 0, 0, 0.9, 0.9], [5, 5, 0, 0, 0.8, 0.9], [5, 5, 0, 7, 0.7, 0.9]]
+    batch = np.stack([*many, *(filled(rows, 250) for rows in (chain, nothing, without_area))])
+    detections, expected = suppress(batch), [brute_force(predictions) for predictions in batch]
+    assert [len(rows) for rows in expected[3:]] == [21, 0, 3]
+    for row, of_row in enumerate(expected):
+        check(detections, row, of_row)
+
+
+def filled(rows, candidates: int) -> np.ndarray:
+    """The rows, and candidates that are no objects behind them."""
+    rows = np.array(rows, np.float32)
+    return np.pad(rows, [(0, candidates - len(rows)), (0, 0)])
 
 
 def test_more_than_fit():
@@ -76,14 +89,3 @@ def test_more_than_fit():
     expected = brute_force(predictions)
     assert len(expected) == DETECTIONS
     check(suppress(predictions[None]), 0, expected)
-
-
-def test_nothing_is_no_error():
-    predictions = random_predictions(50, 2, seed=0)
-    predictions[:, 4] = CONFIDENCE  # at most: not above
-    check(suppress(predictions[None]), 0, [])
-
-
-def test_boxes_without_area_drop_nothing():
-    boxes = np.array([[5, 5, 0, 0, 0.9, 0.9], [5, 5, 0, 0, 0.8, 0.9], [5, 5, 0, 7, 0.7, 0.9]], np.float32)
-    assert suppress(boxes[None]).count[0] == 3

@@ -4,11 +4,12 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models import ResNetConfig, ViTConfig, WeightFormat, YoloConfig
-from jaxinfer.models.abstract import Model, build_model
+from jaxinfer.models import ModelConfig, ResNetConfig, ViTConfig, WeightFormat, YoloConfig
+from jaxinfer.models.abstract import Model, merge_model
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -16,7 +17,6 @@ from jaxinfer.models.config import (
     NormConfig,
     NormKind,
     PreprocessingConfig,
-    VisionConfig,
 )
 from jaxinfer.models.leaves import canonical_leaves
 
@@ -41,14 +41,29 @@ TRANSFORMER = ViTConfig(
 
 
 @functools.cache
-def build(config: VisionConfig) -> Model:
-    """The model with random weights; not to be changed."""
-    return build_model(config, WeightFormat(), rngs=nnx.Rngs(0))
+def build(config: ModelConfig) -> Model:
+    """The model with random weights as it makes them itself, without its small programs; not to be changed."""
+    rng = np.random.default_rng(0)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return np.full(shape, float(name.endswith(".scale")), np.float32)
+        deviation = np.prod(shape[:-1]) ** -0.5 if len(shape) == 4 else 0.02
+        return (deviation * rng.standard_normal(shape)).astype(np.float32)
+
+    leaves = [jnp.asarray(draw(name, leaf.shape)) for name, leaf in shapes(config).items()]
+    return merge_model(config, FLOAT32, leaves)
 
 
 def images(*shape: int, seed: int = 0) -> np.ndarray:
     """Noise, uint8."""
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def run_method(method, *arguments):
+    """What a model's method returns, as `run`; its weights are no constants of the program."""
+    graph, state = nnx.split(method.__self__)
+    return run(lambda state, *rest: getattr(nnx.merge(graph, state), method.__name__)(*rest), state, *arguments)
 
 
 def run(function, *arguments):
@@ -60,6 +75,6 @@ def run(function, *arguments):
 FLOAT32 = WeightFormat()
 
 
-def shapes(config: VisionConfig):
+def shapes(config: ModelConfig):
     """The model's leaves by name."""
     return canonical_leaves(config, FLOAT32)
