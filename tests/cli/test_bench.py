@@ -126,11 +126,11 @@ def test_lengths_cover_the_whole_range():
 
 
 def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
-    llm = LLM(model_dir, **PLAIN)
     requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
     seen = []
-    result, warm_up = measure_throughput(llm, requests, progress=lambda *reached: seen.append(reached))
-    assert len(list(llm.engine.executor.programs)) == len(warm_up.programs)
+    with LLM(model_dir, **PLAIN) as llm:
+        result, warm_up = measure_throughput(llm, requests, progress=lambda *reached: seen.append(reached))
+        assert len(list(llm.engine.executor.programs)) == len(warm_up.programs)
     assert warm_up.compile_s == pytest.approx(sum(warm_up.programs.values()))
     assert seen[-1] == (3, 24)
     seconds, tokens = zip(*result.timeline, strict=True)
@@ -140,8 +140,8 @@ def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
 
 
 def test_a_batch_that_exceeds_the_cache_is_refused(model_dir):
-    llm = LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT)  # 6 pages of 16 tokens
-    with pytest.raises(ValueError, match="batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"):
+    message = "batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"
+    with LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT) as llm, pytest.raises(ValueError, match=message):
         measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=20, rounds=1)
 
 

@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
     """A model, a folder of images for each class, and a repository with a task of them."""
     base = tmp_path_factory.mktemp("elastic")
     save_vit(base / "vit", config=SMALL)
-    dataset = stripes()
+    dataset = stripes(50)
     for index, (image, label) in enumerate(zip(dataset.images, dataset.labels, strict=True)):
         file = base / "images" / dataset.names[label] / f"{index:02}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ OPTIONS = ("--task", "stripes", "--max-batch", 1)
 @pytest.fixture(scope="module")
 def registered(folders):
     """What registering the images as "stripes" shows; and what registering them again does."""
-    given = ("--data", folders / "images", "--prompts", "2", "--steps", 20, "--test-share", 0.25)
+    given = ("--data", folders / "images", "--prompts", "2", "--steps", 20, "--test-share", 0.2)
     return [run("register", folders / "vit", *given, *OPTIONS) for _ in range(2)]
 
 
@@ -56,7 +56,7 @@ def test_register_profile_classify(folders, registered):
 
     shown = run("profile", folders / "vit", *OPTIONS)
     assert shown.exit_code == 0, shown.output
-    assert "6 validation images" in shown.output
+    assert "8 validation images" in shown.output
     anew = run("profile", folders / "vit", "--data", images, *OPTIONS)
     assert anew.exit_code == 0, anew.output
     assert (folders / "vit" / "tasks" / "stripes" / "v2").is_dir()
@@ -76,7 +76,7 @@ def test_run_simulate_report(folders, registered, tmp_path):
     options = ("--repository", tasks, "--max-batch", 1)
     assert run("simulate", folders / "vit", *options).output.startswith("error: ")  # there are no tasks
     shutil.copytree(folders / "vit" / "tasks", tasks, dirs_exist_ok=True)
-    common = (folders / "vit", *options, *data, "--seconds", 0.3, "--arrivals", "poisson", "--out", runs)
+    common = (folders / "vit", *options, *data, "--seconds", 0.1, "--arrivals", "poisson", "--out", runs)
     simulated = run("simulate", *common, "--policy", "elastic", "--policy", "level-2")
     assert simulated.exit_code == 0, simulated.output
     assert "poisson at 0.80x the capacity of level 0, simulated" in simulated.output
@@ -100,7 +100,10 @@ def test_run_simulate_report(folders, registered, tmp_path):
     assert "poisson at 0.80x the capacity of level 0, live" in done.output
     assert page.read_text().count("<h2>") == 4  # the levels, simulated, live, the trace
     for arguments, message in (
-        (("simulate", *common, "--policy", "level-3"), "policy 'level-3': there is no such level; levels: -2, -1, 0, 2"),
+        (
+            ("simulate", *common, "--policy", "level-3"),
+            "policy 'level-3': there is no such level; levels: -2, -1, 0, 2",
+        ),
         (("run", *common, "--task", "faces"), "no task 'faces'; known: stripes"),
         (("run", *common, "--data", "faces=faces"), "--data is of the task 'faces'; queried tasks: stripes"),
         (("report", tmp_path), "no runs (*.jsonl)"),
@@ -116,7 +119,7 @@ def check_interrupts(common, runs):
 
     def watch(self, sent):
         watched(self, sent)
-        if sent > 200:
+        if sent > 20:
             signal.raise_signal(signal.SIGINT)
 
     def simulate(self, *args, **options):
@@ -129,7 +132,7 @@ def check_interrupts(common, runs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dashboard, "watch", watch)
         patch.setattr(Measurements, "simulate", simulate)
-        live = run("run", *common, "--seconds", 5, "--policy", "slack", "--policy", "pets")
+        live = run("run", *common, "--seconds", 1, "--policy", "slack", "--policy", "pets")
         done = run("simulate", *common, "--policy", "level-2", "--policy", "pets")
     assert (live.exit_code, done.exit_code) == (130, 130)
     assert "Replaced" in live.output
@@ -198,7 +201,7 @@ def test_a_task_that_was_not_profiled_says_what_to_type(folders, tmp_path):
 
     repository, model = tmp_path / "tasks", folders / "vit"
     plain = Service.from_checkpoint(model, repository=repository, merge_levels=(), max_batch=1)
-    plain.register_task("digits", stripes(40), training=TrainingConfig(steps=1))
+    plain.register_task("digits", stripes(), training=TrainingConfig(steps=1))
     for command in ("profile", "run", "simulate"):
         task = ("--task", "digits", "--repository", repository)
         found = run(
