@@ -15,7 +15,7 @@ from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
 from jaxinfer.cli.display import figure
 from jaxinfer.generation import LLM
 from jaxinfer.models.files.conversion import convert
-from tests.generation.conftest import PAGE_BYTES, PLAIN, TIGHT
+from tests.generation.conftest import PLAIN
 from tests.models.goldens import DIRECTORY as GOLDENS
 
 TOKENS = ("--prompt-tokens", 12, "--output-tokens", 6)
@@ -139,10 +139,9 @@ def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
     assert seconds[-1] <= result.seconds < warm_up.seconds
 
 
-def test_a_batch_that_exceeds_the_cache_is_refused(model_dir):
-    message = "batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"
-    with LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT) as llm, pytest.raises(ValueError, match=message):
-        measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=20, rounds=1)
+def test_a_batch_that_exceeds_the_cache_is_refused(llm):
+    with pytest.raises(ValueError, match="batch of 2 requests of 80 tokens does not fit in the cache of 8 pages of 16"):
+        measure_latency(llm, [1, 2], prompt_tokens=60, output_tokens=20, rounds=1)
 
 
 @pytest.mark.parametrize(
