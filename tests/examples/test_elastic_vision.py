@@ -24,7 +24,7 @@ def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
 
     elastic_serving = pytest.importorskip("examples.elastic_serving")  # matplotlib
     options = ["--model", model, "--tasks", "faces", "--max-batch", 1, "--merge-levels", -2, "--out", tmp_path / "runs"]
-    short = ["--seconds", 0.5, "--samples", 5, "--policies", "elastic", "level-2"]
+    short = ["--seconds", 0.2, "--samples", 5, "--policies", "elastic", "level-2"]
     elastic_serving.main(elastic_serving.parse(list(map(str, [*options, *short]))))
     printed = capsys.readouterr().out
     assert "bursty at 0.80x the capacity of level 0, live" in printed
