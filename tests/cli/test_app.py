@@ -85,8 +85,10 @@ def test_errors_name_options_as_they_are_typed(model, arguments, message):
     assert not re.search(r"(LLM|EngineConfig|SamplingParams)\.", done.stderr)
 
 
-@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
-def test_dtypes_have_short_names(model, short, dtype):
-    shown, of_short = (CliRunner().invoke(app, ["info", model, "--dtype", name]).stdout for name in (dtype, short))
-    assert f"each device, {dtype}, " in shown
-    assert shown == of_short
+def test_dtypes_have_short_names(model):
+    def shown(dtype):
+        return CliRunner().invoke(app, ["info", model, "--dtype", dtype, "--mesh", "tensor=1"]).stdout
+
+    for short, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
+        assert f"each device, {dtype}, " in shown(dtype)
+        assert shown(short) == shown(dtype)

@@ -24,11 +24,6 @@ DEMO = Path(__file__).parents[2] / "examples/demo_model"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=range(94))  # each is a character
 
 
-@pytest.fixture(scope="module")
-def llm(model_dir):
-    return LLM(model_dir, max_batch=1)
-
-
 @pytest.fixture
 def talk(llm):
     return Conversation(llm, GREEDY, system="be", chat_template=None)

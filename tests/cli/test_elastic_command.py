@@ -1,7 +1,7 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
-import dataclasses
 import io
+import shutil
 import signal
 
 import pytest
@@ -12,15 +12,9 @@ from jaxinfer.cli import app
 from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import read_run
-from tests.elastic.conftest import options, service
-from tests.elastic.vits import CONFIG, save_vit, stripes
+from tests.elastic.vits import SMALL, save_vit, stripes
 
 Image = pytest.importorskip("PIL.Image")
-
-
-__all__ = ["options", "service"]
-
-FEW_TOKENS = dataclasses.replace(CONFIG, patch_size=4)  # and so few levels by default
 
 
 def run(*args):
@@ -31,8 +25,8 @@ def run(*args):
 def folders(tmp_path_factory):
     """A model, a folder of images for each class, and a repository with a task of them."""
     base = tmp_path_factory.mktemp("elastic")
-    save_vit(base / "vit", config=FEW_TOKENS)
-    dataset = stripes()
+    save_vit(base / "vit", config=SMALL)
+    dataset = stripes(50)
     for index, (image, label) in enumerate(zip(dataset.images, dataset.labels, strict=True)):
         file = base / "images" / dataset.names[label] / f"{index:02}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -40,43 +34,49 @@ def folders(tmp_path_factory):
     return base
 
 
-def test_register_profile_classify(folders):
-    options = ("--task", "stripes", "--max-batch", 1)
-    images, given = folders / "images", (folders / "vit", "--data", folders / "images", "--prompts", "2", "--steps", 20)
-    done = run("register", *given, *options)
+OPTIONS = ("--task", "stripes", "--max-batch", 1)
+
+
+@pytest.fixture(scope="module")
+def registered(folders):
+    """What registering the images as "stripes" shows; and what registering them again does."""
+    given = ("--data", folders / "images", "--prompts", "2", "--steps", 20, "--test-share", 0.2)
+    return [run("register", folders / "vit", *given, *OPTIONS) for _ in range(2)]
+
+
+def test_register_profile_classify(folders, registered):
+    images, (done, again) = folders / "images", registered
     assert done.exit_code == 0, done.output
     assert "Registered 'stripes', version 1, 2 classes." in done.output
     assert "+2" in done.output
     assert (folders / "vit" / "tasks" / "stripes" / "v1" / "checkpoint.safetensors").is_file()
-    again = run("register", *given, *options)
     assert again.exit_code == 2
     assert "error: " in again.output
     assert "task 'stripes' is registered" in again.output
 
-    shown = run("profile", folders / "vit", *options)
+    shown = run("profile", folders / "vit", *OPTIONS)
     assert shown.exit_code == 0, shown.output
     assert "8 validation images" in shown.output
-    anew = run("profile", folders / "vit", "--data", images, *options)
+    anew = run("profile", folders / "vit", "--data", images, *OPTIONS)
     assert anew.exit_code == 0, anew.output
     assert (folders / "vit" / "tasks" / "stripes" / "v2").is_dir()
 
     files = [*sorted((images / "rows").iterdir())[:2], *sorted((images / "columns").iterdir())[:2]]
-    found = run("classify", folders / "vit", *files, "--level", -2, *options)
+    found = run("classify", folders / "vit", *files, "--level", -2, *OPTIONS)
     assert found.exit_code == 0, found.output
     lines = [line.split("\t") for line in found.output.splitlines()]
     assert [line[:2] for line in lines] == [[str(file), file.parent.name] for file in files]
     assert all(0.5 <= float(line[2]) <= 1 for line in lines)
 
 
-def test_run_simulate_report(folders, tmp_path):
+def test_run_simulate_report(folders, registered, tmp_path):
     pytest.importorskip("matplotlib")
     data = ("--data", f"stripes={folders / 'images'}")
     tasks, runs = tmp_path / "tasks", tmp_path / "runs"
     options = ("--repository", tasks, "--max-batch", 1)
     assert run("simulate", folders / "vit", *options).output.startswith("error: ")  # there are no tasks
-    given = (folders / "vit", "--data", folders / "images", "--steps", 20, "--task", "stripes", *options)
-    assert run("register", *given, "--test-share", 0.25).exit_code == 0
-    common = (folders / "vit", *options, *data, "--seconds", 0.3, "--arrivals", "poisson", "--out", runs)
+    shutil.copytree(folders / "vit" / "tasks", tasks, dirs_exist_ok=True)
+    common = (folders / "vit", *options, *data, "--seconds", 0.1, "--arrivals", "poisson", "--out", runs)
     simulated = run("simulate", *common, "--policy", "elastic", "--policy", "level-2")
     assert simulated.exit_code == 0, simulated.output
     assert "poisson at 0.80x the capacity of level 0, simulated" in simulated.output
@@ -92,8 +92,6 @@ def test_run_simulate_report(folders, tmp_path):
     assert again.exit_code == 0, again.output
     assert len(list(runs.glob("simulated-poisson-0.80x-0-*x-pets-0.jsonl"))) == 1
 
-    assert "Replaced " in run("simulate", *common, "--policy", "elastic").output
-
     check_interrupts(common, runs)
 
     page = tmp_path / "report.html"
@@ -102,7 +100,10 @@ def test_run_simulate_report(folders, tmp_path):
     assert "poisson at 0.80x the capacity of level 0, live" in done.output
     assert page.read_text().count("<h2>") == 4  # the levels, simulated, live, the trace
     for arguments, message in (
-        (("simulate", *common, "--policy", "level-3"), "policy 'level-3': there is no such level; levels: -2, -1, 0"),
+        (
+            ("simulate", *common, "--policy", "level-3"),
+            "policy 'level-3': there is no such level; levels: -2, -1, 0, 2",
+        ),
         (("run", *common, "--task", "faces"), "no task 'faces'; known: stripes"),
         (("run", *common, "--data", "faces=faces"), "--data is of the task 'faces'; queried tasks: stripes"),
         (("report", tmp_path), "no runs (*.jsonl)"),
@@ -118,7 +119,7 @@ def check_interrupts(common, runs):
 
     def watch(self, sent):
         watched(self, sent)
-        if sent > 200:
+        if sent > 20:
             signal.raise_signal(signal.SIGINT)
 
     def simulate(self, *args, **options):
@@ -131,10 +132,11 @@ def check_interrupts(common, runs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Dashboard, "watch", watch)
         patch.setattr(Measurements, "simulate", simulate)
-        live = run("run", *common, "--seconds", 5, "--policy", "slack", "--policy", "pets")
+        live = run("run", *common, "--seconds", 1, "--policy", "slack", "--policy", "pets")
         done = run("simulate", *common, "--policy", "level-2", "--policy", "pets")
     assert (live.exit_code, done.exit_code) == (130, 130)
     assert "Replaced" in live.output
+    assert "Replaced" in done.output
     assert " queries\n" in live.output  # fewer than all
     assert "level-2" in done.output
     assert "pets" not in live.output + done.output
@@ -199,7 +201,7 @@ def test_a_task_that_was_not_profiled_says_what_to_type(folders, tmp_path):
 
     repository, model = tmp_path / "tasks", folders / "vit"
     plain = Service.from_checkpoint(model, repository=repository, merge_levels=(), max_batch=1)
-    plain.register_task("digits", stripes(40), training=TrainingConfig(steps=1))
+    plain.register_task("digits", stripes(), training=TrainingConfig(steps=1))
     for command in ("profile", "run", "simulate"):
         task = ("--task", "digits", "--repository", repository)
         found = run(
@@ -210,15 +212,16 @@ def test_a_task_that_was_not_profiled_says_what_to_type(folders, tmp_path):
         assert typed in " ".join(found.output.split()), found.output
 
 
-def test_tables_fit_into_80_columns(service):
+def test_tables_fit_into_80_columns(folders, registered):
     """Whatever the names and figures, and none is cut."""
     from jaxinfer.cli.elastic.tables import levels_table
+    from jaxinfer.elastic import Service
     from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
     from tests.evaluation.elastic.test_reporting import run_of
 
-    service.measure_latency()
+    service = Service.from_checkpoint(folders / "vit", max_batch=1)
     for level in service.levels:
-        service.latency.renew(level, service.batch_sizes[-1], [12.34567] * 5)
+        service.latency.renew(level, 1, [12.34567] * 5)
     ((cell, runs),) = by_cell([run_of("paper_profiled"), run_of("level-20", load=1.2)]).items()
     for table in (levels_table(service, "stripes"), terminal_table(cell, runs)):
         texts = []

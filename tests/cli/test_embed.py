@@ -13,14 +13,14 @@ TEXTS = ["import os", "x" * 90, "import sys"]
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["embed", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["embed", *map(str, arguments), "--max-batch", "1"])
     assert done.exit_code == code, done.output
     return done
 
 
 @pytest.fixture(scope="module")
 def vectors(model_dir):
-    return Embedder(model_dir).embed([*TEXTS, [5, 17, 3]])
+    return Embedder(model_dir, max_batch=1).embed([*TEXTS, [5, 17, 3]])
 
 
 def test_vectors_are_those_of_the_library(model_dir, vectors, tmp_path):

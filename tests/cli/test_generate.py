@@ -8,23 +8,18 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import _summary
-from jaxinfer.generation import LLM, CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
+from jaxinfer.generation import CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.files.conversion import convert
-from tests.models.goldens import DIRECTORY as GOLDENS
+from jaxinfer.models.files.loading import save_model
+from tests.tiny import CONFIG, random_model
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["generate", *map(str, arguments), "--max-batch", "1"])
     assert done.exit_code == code, done.output
     return done
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir):
-    return LLM(model_dir)
 
 
 def test_greedy_text_is_that_of_the_library(model_dir, llm):
@@ -69,8 +64,8 @@ def test_a_file_has_a_prompt_per_line(model_dir, tmp_path):
 
 
 def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
-    convert(GOLDENS / "llama_llama3", tmp_path / "model")
-    arguments = ("--token-ids", "5,17,3", "--max-tokens", 4, "--ignore-eos", "--seed", 1, "--max-batch", 1)
+    save_model(tmp_path / "model", random_model(CONFIG), family="tiny", eos_ids=(256,))
+    arguments = ("--token-ids", "5,17,3", "--max-tokens", 4, "--ignore-eos", "--seed", 1)
     (line,) = map(json.loads, run(tmp_path / "model", *arguments, "--n", 2, "--json").stdout.splitlines())
     assert line["prompt_token_ids"] == [5, 17, 3]
     assert [len(c["token_ids"]) for c in line["outputs"]] == [4, 4]

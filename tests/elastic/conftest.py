@@ -15,3 +15,9 @@ def service(vit, registered, options):
     from jaxinfer.elastic import Service
 
     return Service.from_checkpoint(vit, repository=registered, **options)
+
+
+@pytest.fixture(autouse=True)
+def one_penalty(monkeypatch):
+    """Fit a head twice instead of five times, with the same penalty; `registered` has chosen among several."""
+    monkeypatch.setattr("jaxinfer.elastic.tasks.training._PENALTIES", (1e-2,))

@@ -1,5 +1,7 @@
 """A tiny vision transformer on disk, and images whose class a head can find in its features."""
 
+import dataclasses
+
 import jax
 import numpy as np
 from flax import nnx
@@ -21,6 +23,9 @@ CONFIG = ViTConfig(
     mlp=MlpConfig(hidden=32, activation=Activation.GELU, bias=True),
     norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
 )
+
+SMALL = dataclasses.replace(CONFIG, layers=1, patch_size=4)
+"""For commands and examples: few tokens, and so few levels by default."""
 
 
 def tiny_vit(seed=0, config=CONFIG):

@@ -1,18 +1,16 @@
 """The elastic examples, tiny: a backbone is trained, a task registered, its test images classified at all levels."""
 
-import dataclasses
-
 import pytest
 
 from examples import elastic_vision, train_elastic_vit
-from tests.elastic.vits import CONFIG, save_vit
+from tests.elastic.vits import SMALL, save_vit
 
 pytest.importorskip("skimage")
 pytest.importorskip("mlxtend")
 
 
 def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
-    model = save_vit(tmp_path / "vit", config=dataclasses.replace(CONFIG, patch_size=4))
+    model = save_vit(tmp_path / "vit", config=SMALL)
     options = ["--model", model, "--repository", model / "tasks", "--merge-levels", -2, "--max-batch", 1]
     args = elastic_vision.parse([*map(str, options), "--tasks", "faces", "--prompts", "2", "--steps", "20"])
     elastic_vision.main(args)
@@ -26,7 +24,7 @@ def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
 
     elastic_serving = pytest.importorskip("examples.elastic_serving")  # matplotlib
     options = ["--model", model, "--tasks", "faces", "--max-batch", 1, "--merge-levels", -2, "--out", tmp_path / "runs"]
-    short = ["--seconds", 0.5, "--samples", 5, "--policies", "elastic", "level-2"]
+    short = ["--seconds", 0.2, "--samples", 5, "--policies", "elastic", "level-2"]
     elastic_serving.main(elastic_serving.parse(list(map(str, [*options, *short]))))
     printed = capsys.readouterr().out
     assert "bursty at 0.80x the capacity of level 0, live" in printed
@@ -36,5 +34,5 @@ def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
 
 def test_a_backbone_is_trained(tmp_path):
     args = train_elastic_vit.parse(["--export", str(tmp_path / "vit"), "--max-steps", "2", "--batch", "10"])
-    model = train_elastic_vit.train(args, CONFIG)
-    assert model.cfg == CONFIG
+    model = train_elastic_vit.train(args, SMALL)
+    assert model.cfg == SMALL

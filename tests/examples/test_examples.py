@@ -1,6 +1,7 @@
 """The examples run as README describes: on the demo model where its text matters, else on a smaller one."""
 
 import asyncio
+import functools
 import json
 import pathlib
 import re
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from examples import async_generate, batch_generate, embed, generate, generate_on_mesh, stream_weights
+from jaxinfer import LLM
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo_model")
 
 
-def test_generate(model_dir, capsys):
+def test_generate(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "LLM", functools.partial(LLM, max_batch=1))  # few programs to compile
     texts = generate.run(str(model_dir), max_tokens=8)
     assert len(texts) == 3
     streamed = capsys.readouterr().out.split("A stream:\n")[1]

@@ -45,6 +45,9 @@ from tests.experts.boards import (
     save_encoder,
 )
 
+ALONE = dataclasses.replace(COSTS, max_batch=1)
+"""One program for each architecture."""
+
 
 def check(board, name, value, result):
     """A classifier's answer is the model's own."""
@@ -59,8 +62,7 @@ def inputs(count, names=CLASSIFIERS, seed=0):
 
 
 def test_answers_are_the_models_own(board, start):
-    costs = dataclasses.replace(COSTS, max_batch=1)
-    system = start(*CLASSIFIERS, "v0", "d0", "e0", slots=20, rules=[("c1", "defect", "d0")], costs=costs)
+    system = start(*CLASSIFIERS, "v0", "d0", "e0", slots=20, rules=[("c1", "defect", "d0")], costs=ALONE)
     value = image(3)
     for name in CLASSIFIERS:
         result = system.submit(name, value).result()
@@ -232,9 +234,9 @@ def test_leaving_without_close_is_clean(board):
 def test_a_run_takes_inputs_as_it_gives_results(start):
     system, taken = start(*CLASSIFIERS), itertools.count()
     results = system.run((next(taken), ("c0", image(0)))[1] for _ in itertools.repeat(None))
-    assert [type(result).__name__ for result in itertools.islice(results, 2000)] == ["Result"] * 2000
+    assert [type(result).__name__ for result in itertools.islice(results, 1100)] == ["Result"] * 1100
     results.close()
-    assert next(taken) <= 2000 + IN_FLIGHT
+    assert next(taken) <= 1100 + IN_FLIGHT
 
 
 def test_an_input_that_changes_after_it_was_given_changes_nothing(start):
@@ -316,7 +318,9 @@ def test_an_expert_that_comes_late_is_what_it_is(board, start, tmp_path, monkeyp
         experts = [ExpertConfig(name=name, checkpoint=tmp_path / name) for name in ("c0", "d0")]
         experts.append(ExpertConfig(name="d1", checkpoint=tmp_path / "d1", like=like))
         rules = [("c0", verdict, "d1") for verdict in ("ok", "defect")]
-        system = start("c0", "d0", "d1", folder=tmp_path, experts=tuple(experts), memory=10**7, rules=rules)
+        system = start(
+            "c0", "d0", "d1", folder=tmp_path, experts=tuple(experts), memory=10**7, rules=rules, costs=ALONE
+        )
         assert list(system.broken) == ["d1"]
         shutil.copytree(tmp_path / "spare", tmp_path / "d1")
         if like is None:
@@ -504,14 +508,14 @@ def test_any_policy(board, start, policy, slots, host, seed, tight):
         policy=policy, slots=slots, host=host, executors=2, costs=costs, activation=1000 if tight else None,
         rules=[("c0", "ok", "c3")],
     )  # fmt: skip
-    probe, ended, given = Probe(system), [], inputs(30, seed=seed)
+    probe, ended, given = Probe(system), [], inputs(20, seed=seed)
     futures = [system.submit(name, value) for name, value in given]
     for number, future in enumerate(futures):
         future.add_done_callback(lambda _, number=number: ended.append(number))
     for (name, value), future in zip(given, futures, strict=True):
         check(board, name, value, future.result(timeout=20))
     system.close()
-    assert sorted(ended) == list(range(30))
+    assert sorted(ended) == list(range(20))
     assert probe.worst <= 1
     for pool in system.scheduler.manager.pools:
         pool.check_integrity()

@@ -4,15 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import Classifier, TextEncoder, kind_of
-from jaxinfer.models import WeightFormat
-from jaxinfer.models.abstract import build_model
-from jaxinfer.models.files.loading import open_model, save_model
-from tests.experts.boards import SIZE, architecture, image
+from jaxinfer.models.files.loading import open_model
+from jaxinfer.models.vision.vit import ViT
+from tests.experts.boards import SIZE, architecture, image, save
 
 
 @pytest.mark.parametrize("name", ["c0", "d0", "v0"])
@@ -52,7 +50,7 @@ def test_options_of_another_kind(board, model_dir):
 
 def test_a_backbone_is_no_expert(board, tmp_path):
     config = dataclasses.replace(open_model(board / "v0").config, labels=())
-    save_model(tmp_path / "backbone", build_model(config, WeightFormat(), rngs=nnx.Rngs(0)), family="dinov2")
+    save(tmp_path / "backbone", ViT, config, "dinov2", 0)
     with pytest.raises(ConfigError, match="has no head of classes, so it gives no verdicts"):
         kind_of(open_model(tmp_path / "backbone"))
 
