@@ -17,6 +17,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
 from jaxinfer.models.files.conversion import convert
 from tests.generation.conftest import PLAIN
+from tests.generation.few_programs import few_programs
 from tests.goldens.expected import read_expected
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "goldens" / "roberta_plain"
@@ -199,7 +200,8 @@ def test_what_an_encoder_refuses(encoder):
 @pytest.fixture(scope="module")
 def decoder(model_dir):
     """An engine whose prompts go in pieces of 16 tokens."""
-    return Embedder(model_dir, max_batch=2, token_budget=16, chunk_size=16)
+    with few_programs():
+        return Embedder(model_dir, max_batch=2, token_budget=16, chunk_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,9 @@ def moe(**options):
 
 
 CONFIGS = {
-    "every layer": dataclasses.replace(CONFIG, mlp=moe()),
+    "every layer": dataclasses.replace(  # layers of one kind: few programs
+        CONFIG, mlp=moe(), attention=dataclasses.replace(CONFIG.attention, windows=(None,))
+    ),
     "every other layer, shared": dataclasses.replace(
         CONFIG, layer_mlps=(CONFIG.mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
     ),
