@@ -32,9 +32,3 @@ def processing_llm(model_dir):
 def ways(tmp_path_factory):
     """The engines of `tests.generation.ways`."""
     return Ways(tmp_path_factory.mktemp("ways"))
-
-
-@pytest.fixture
-def tight_llm(model_dir):
-    """Room for 2 requests and 6 pages of 16 tokens."""
-    return LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT)

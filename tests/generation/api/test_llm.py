@@ -18,7 +18,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
-from tests.generation.conftest import PLAIN, SMALL_CONFIG, SMALL_PAGES, TIGHT
+from tests.generation.conftest import PAGE_BYTES, PLAIN, SMALL, SMALL_BYTES, SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -317,7 +317,7 @@ def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
     assert recorded
     assert all(recorded)
     recorded.clear()
-    LLM(model_dir, **one).generate([[1, 2, 3]], GREEDY)
+    LLM(model_dir, **one).engine.executor.calls()  # traces every program
     assert recorded
     assert not any(recorded)
 
@@ -347,9 +347,10 @@ def test_max_tokens_none_fills_the_context(llm):
     assert len(out[0].outputs[0].token_ids) == 28
 
 
-def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
-    prompts = prompts_of(40, 40)  # of 4 pages each with what follows
-    assert completions(tight_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+def test_a_cache_smaller_than_the_batch_queues(model_dir, logits_of):
+    prompts = prompts_of(40, 39, 38)  # of 7 of the 14 pages each with what follows
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
+    assert completions(llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
 
 
 def test_a_decode_step_on_a_cpu_has_the_passes_of_40_ms(model_dir, monkeypatch):
@@ -429,14 +430,15 @@ def test_bad_requests_fail_at_the_call(llm, prompt, params, message):
     assert not llm.engine.scheduler.waiting
 
 
-def test_bad_arguments(llm, tight_llm, model_dir):
+def test_bad_arguments(llm, model_dir):
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         llm.generate([[1], [2]], [GREEDY])
     with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
         LLM(model_dir, context=129)
     with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
         LLM(model_dir, max_batch=0)
-    with pytest.raises(ValueError, match="one page of 16 tokens takes 4096: raise cache_bytes"):
-        LLM(model_dir, cache_bytes=100, **TIGHT)
+    with pytest.raises(ValueError, match="one page of 8 tokens takes 2048: raise cache_bytes"):
+        LLM(model_dir, cache_bytes=100, **SMALL)
+    small = LLM(model_dir, cache_bytes=6 * PAGE_BYTES // 2, **SMALL)
     with pytest.raises(ValueError, match="the cache has 6"):
-        tight_llm.generate([[1] * 20], SamplingParams(max_tokens=90))
+        small.generate([[1] * 20], SamplingParams(max_tokens=40))

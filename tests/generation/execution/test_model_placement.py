@@ -29,14 +29,21 @@ def least(error):
     return int(re.search(r"raise device_memory to at least (\d+)", str(error))[1])
 
 
+@pytest.fixture(scope="module")
+def same_layers(tmp_path_factory):
+    """A model of two layers that one program runs."""
+    attention = dataclasses.replace(TINY.attention, windows=(None,))
+    return save_tiny(tmp_path_factory.mktemp("models") / "same", config=dataclasses.replace(TINY, attention=attention))
+
+
 @pytest.fixture
-def unread(model_dir, tmp_path, monkeypatch):
+def unread(same_layers, tmp_path, monkeypatch):
     """A model directory without layer files, of which nothing can be read."""
 
     def read(self, only=None):
         raise AssertionError("a weight was read")
 
-    shutil.copytree(model_dir, tmp_path / "model", ignore=shutil.ignore_patterns("layers-*", ".layers-*"))
+    shutil.copytree(same_layers, tmp_path / "model", ignore=shutil.ignore_patterns("layers-*", ".layers-*"))
     monkeypatch.setattr(OpenedModel, "read", read)
     return tmp_path / "model"
 
