@@ -11,7 +11,7 @@ from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
-from tests.tiny import CONFIG, save_tiny
+from tests.tiny import CONFIG, ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "context": 32, "page_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -26,9 +26,7 @@ def moe(**options):
 
 
 CONFIGS = {
-    "every layer": dataclasses.replace(  # layers of one kind: few programs
-        CONFIG, mlp=moe(), attention=dataclasses.replace(CONFIG.attention, windows=(None,))
-    ),
+    "every layer": dataclasses.replace(ONE_KIND, mlp=moe()),
     "every other layer, shared": dataclasses.replace(
         CONFIG, layer_mlps=(CONFIG.mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
     ),

@@ -13,7 +13,7 @@ from jaxinfer.serving.budget import Budget, host_budget
 from jaxinfer.sharding import MeshConfig
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG, save_tiny
+from tests.tiny import ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 
@@ -21,7 +21,7 @@ ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of six layers."""
-    return save_tiny(tmp_path_factory.mktemp("models") / "deep", config=dataclasses.replace(CONFIG, layers=6))
+    return save_tiny(tmp_path_factory.mktemp("models") / "deep", config=dataclasses.replace(ONE_KIND, layers=6))
 
 
 def reserved(held):

@@ -18,7 +18,7 @@ from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
 from tests.models import goldens
 from tests.tiny import CONFIG as TINY
-from tests.tiny import save_tiny
+from tests.tiny import ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 CONFIG = EngineConfig(context=128, **ONE)
@@ -32,8 +32,7 @@ def least(error):
 @pytest.fixture(scope="module")
 def same_layers(tmp_path_factory):
     """A model of two layers that one program runs."""
-    attention = dataclasses.replace(TINY.attention, windows=(None,))
-    return save_tiny(tmp_path_factory.mktemp("models") / "same", config=dataclasses.replace(TINY, attention=attention))
+    return save_tiny(tmp_path_factory.mktemp("models") / "same", config=ONE_KIND)
 
 
 @pytest.fixture
