@@ -18,7 +18,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
-from tests.generation.conftest import PAGE_BYTES, PLAIN, SMALL, SMALL_BYTES, SMALL_CONFIG, SMALL_PAGES
+from tests.generation.conftest import PAGE_BYTES, SMALL, SMALL_BYTES, SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -62,9 +62,9 @@ def test_typed_options_are_those_of_the_signature():
     assert LoadOptions.__annotations__.keys() == named | ModelOptions.__annotations__.keys()
 
 
-def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of):
+def test_prompts_of_different_lengths_continue_as_without_a_cache(small_llm, logits_of):
     prompts = prompts_of(3, 21, 1, 40)
-    outputs = llm.generate(prompts, GREEDY)
+    outputs = small_llm.generate(prompts, GREEDY)
     assert completions(outputs) == [continue_greedily(logits_of, p, 12) for p in prompts]
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert all(o.outputs[0].finish_reason is FinishReason.LENGTH for o in outputs)
@@ -123,7 +123,8 @@ def test_prepared_requests_run_as_their_prompts_do(llm):
             llm.prepare([3], GREEDY, request_id=wrong)
 
 
-def test_sampling_is_the_same_alone_and_in_a_batch(llm):
+def test_sampling_is_the_same_alone_and_in_a_batch(small_llm):
+    llm = small_llm
     prompts = prompts_of(5, 9, 30)
     params = [SamplingParams(seed=i, temperature=0.9, top_p=0.95, max_tokens=20, ignore_eos=True) for i in range(3)]
     together = completions(llm.generate(prompts, params))
@@ -323,7 +324,7 @@ def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
-    llm = LLM(model_dir, **PLAIN)
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
     assert llm.engine.executor.programs.misses == 0
 
@@ -337,7 +338,7 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
         assert program.memory.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
     llm.generate([[1, 2, 3]], GREEDY)  # a program's first call does not count
-    decoded = executor.costs.for_sizes("decode", batch=1, speculative=0, pages=8)
+    decoded = executor.costs.for_sizes("decode", batch=4, speculative=0, pages=8)
     assert 0 < decoded.p50 <= decoded.p95
     assert decoded.passes >= decoded.calls >= 1
 
@@ -347,10 +348,9 @@ def test_max_tokens_none_fills_the_context(llm):
     assert len(out[0].outputs[0].token_ids) == 28
 
 
-def test_a_cache_smaller_than_the_batch_queues(model_dir, logits_of):
+def test_a_cache_smaller_than_the_batch_queues(small_llm, logits_of):
     prompts = prompts_of(40, 39, 38)  # of 7 of the 14 pages each with what follows
-    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
-    assert completions(llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+    assert completions(small_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
 
 
 def test_a_decode_step_on_a_cpu_has_the_passes_of_40_ms(model_dir, monkeypatch):
