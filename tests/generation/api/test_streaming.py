@@ -63,7 +63,7 @@ def from_disk(deep):
 
 @pytest.fixture(scope="module")
 def want(from_disk):
-    """What `deep` generates: in any way what it does from disk (`test_ways.py`)."""
+    """What `deep` generates: in any way what it does from disk (`test_every_way.py`)."""
     return generate(from_disk, GREEDY)
 
 
