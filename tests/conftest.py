@@ -1,5 +1,6 @@
 """The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
+import functools
 import gc
 import os
 import re
@@ -49,6 +50,30 @@ def pytest_collection_modifyitems(config, items):
     kept = items[first::count]
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != first])
     items[:] = kept
+
+
+@functools.cache
+def _group_of(file):
+    """The `xdist_group` that a file's tests are in, or the file."""
+    match = re.search(r'^pytestmark = pytest.mark.xdist_group\("(\w+)"\)$', file.read_text(), re.MULTILINE)
+    return match[1] if match else str(file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run the tests of a file, and of a group of files, in one process: each process makes their fixtures anew.
+
+    xdist 3.8 knows of no group under pytest 9.2, and would divide files.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group_of(config.rootpath / nodeid.partition("::")[0])
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish():

@@ -28,6 +28,7 @@ PACKAGES = {
     "markdown_it": "markdown-it-py",
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
+    "xdist": "pytest-xdist",
     "yaml": "pyyaml",
 } | {module: package for module, (package, _) in extras.PACKAGES.items()}
 """Modules -> their packages, where the names differ."""
@@ -37,7 +38,6 @@ TOOLS = {
     "hatchling": "builds the wheel",
     "import-linter": "make contracts",
     "pyright": "make types",
-    "pytest-xdist": "make test",
     "ruff": "make lint",
 }
 """Declared packages that nothing needs to import, and what for."""

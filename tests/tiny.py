@@ -38,6 +38,8 @@ CONFIG = DecoderConfig(
     mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
     norm=NormConfig(kind=NormKind.RMS),
 )
+ONE_KIND = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, windows=(None,)))
+"""Layers of one kind, which streaming runs by the same programs."""
 
 
 def _with_experts(router: RouterConfig, **moe: object) -> MlpConfig:

@@ -3,6 +3,7 @@ import pytest
 from jaxinfer.generation import LLM
 from jaxinfer.generation.engine.config import EngineConfig
 from tests.generation import sampled
+from tests.generation.few_programs import few_programs
 from tests.generation.ways import Ways
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
@@ -17,8 +18,15 @@ SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 
 @pytest.fixture(scope="session")
 def llm(model_dir):
-    """One device. Tests that build it again find its programs in the cache of this run."""
-    return LLM(model_dir, **PLAIN)
+    """One device, with few programs. Tests that build it again find them in the cache of this run."""
+    with few_programs():
+        return LLM(model_dir, **PLAIN)
+
+
+@pytest.fixture(scope="session")
+def small_llm(model_dir):
+    """One device, with programs of all sizes."""
+    return LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +40,3 @@ def processing_llm(model_dir):
 def ways(tmp_path_factory):
     """The engines of `tests.generation.ways`."""
     return Ways(tmp_path_factory.mktemp("ways"))
-
-
-@pytest.fixture
-def tight_llm(model_dir):
-    """Room for 2 requests and 6 pages of 16 tokens."""
-    return LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT)

@@ -1,5 +1,6 @@
 """One model and the ways to run it: engines that all tests of a way share, compared with one device."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -11,6 +12,7 @@ from jaxinfer.compiled import Costs
 from jaxinfer.compiled.costs import Cost
 from jaxinfer.generation.engine.speculation import TRIES
 from jaxinfer.sharding import MeshConfig
+from tests.generation.few_programs import few_programs
 from tests.generation.sampled import SIZES, next_of_last, only_even
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, save_tiny
@@ -24,7 +26,10 @@ WAYS = {
     "stages": {"mesh": MeshConfig(pipeline=2)},
     "streamed": {"weights": "disk", "num_speculative_tokens": 4},
 }
-"""What a way adds to the options of one device. Speculation is what makes streaming pay."""
+"""What a way adds to the options of one device. Speculation is what makes streaming pay.
+
+Their engines have few programs; those of `RARE_WAYS` have programs of all sizes.
+"""
 RARE_WAYS = {
     "lanes of two": {"mesh": MeshConfig(data=2, tensor=2)},
     "five layers": {},
@@ -52,7 +57,9 @@ class Ways:
 
     def __getitem__(self, name):
         if name not in self._engines:
-            self._engines[name] = self.make(five=whole_of(name) == "five layers", **(WAYS | RARE_WAYS)[name])
+            few = few_programs() if name in WAYS else contextlib.nullcontext()
+            with few:
+                self._engines[name] = self.make(five=whole_of(name) == "five layers", **(WAYS | RARE_WAYS)[name])
         return self._engines[name]
 
     def make(self, five=False, **options):

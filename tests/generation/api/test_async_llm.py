@@ -374,7 +374,7 @@ def test_64_tasks_with_random_cancellations_and_a_failing_step(llm, start, gate,
 
 
 def test_several_event_loops_and_threads(llm, start):
-    prompts = prompts_of(48)
+    prompts = prompts_of(24)
     expected = [tokens_of(output) for output in llm.generate(prompts, LONG)]
     served = start(max_requests=8)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearch, BeamSearchParams
 from jaxinfer.models.files.conversion import convert
+from tests.generation.few_programs import few_programs
 from tests.models import goldens
 
 GOLDEN = goldens.DIRECTORY / "llama_llama3"
@@ -23,7 +24,8 @@ SEARCHES = json.loads((GOLDEN / "beams.json").read_text())
 def golden_llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "llama"
     convert(GOLDEN, path)
-    return LLM(path, max_batch=4, token_budget=32)
+    with few_programs():
+        return LLM(path, max_batch=4, token_budget=32)
 
 
 def prompt_of(length):

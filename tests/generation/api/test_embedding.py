@@ -17,6 +17,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
 from jaxinfer.models.files.conversion import convert
 from tests.generation.conftest import PLAIN
+from tests.generation.few_programs import few_programs
 from tests.goldens.expected import read_expected
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "goldens" / "roberta_plain"
@@ -71,7 +72,8 @@ def test_an_encoder_gives_the_vectors_of_transformers_in_the_order_asked(encoder
 def test_one_text_is_one_vector(encoder, golden, llm, model_dir):
     prompts, expected = golden
     np.testing.assert_allclose(encoder.embed(prompts[0]), expected[:1], atol=1e-5)
-    embedder = Embedder(model_dir, **PLAIN)
+    with few_programs():
+        embedder = Embedder(model_dir, **PLAIN)
     assert embedder.embed("hello").shape == (1, 32)
     np.testing.assert_array_equal(embedder.embed("hello"), llm.embed(["hello"]))
 
@@ -199,7 +201,8 @@ def test_what_an_encoder_refuses(encoder):
 @pytest.fixture(scope="module")
 def decoder(model_dir):
     """An engine whose prompts go in pieces of 16 tokens."""
-    return Embedder(model_dir, max_batch=2, token_budget=16, chunk_size=16)
+    with few_programs():
+        return Embedder(model_dir, max_batch=2, token_budget=16, chunk_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfer import LLM, FinishReason, SamplingParams
-from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
-from jaxinfer.models.files.loading import open_model, save_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "context": 32, "page_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -28,26 +26,16 @@ def moe(**options):
 
 
 CONFIGS = {
-    "every layer": dataclasses.replace(CONFIG, mlp=moe()),
+    "every layer": dataclasses.replace(ONE_KIND, mlp=moe()),
     "every other layer, shared": dataclasses.replace(
         CONFIG, layer_mlps=(CONFIG.mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
     ),
 }
 
 
-def save(path, config):
-    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
-    rng = np.random.default_rng(0)
-    for _, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
-        if variable.ndim >= 2:
-            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
-    save_model(path, model, family="tiny")
-    return path
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("models") / "mixture", CONFIGS["every layer"])
+    return save_tiny(tmp_path_factory.mktemp("models") / "mixture", config=CONFIGS["every layer"])
 
 
 def tokens(llm):
@@ -85,7 +73,7 @@ def test_tokens_are_the_same_whatever_stays(mixture):
 @pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_the_same_in_every_format(tmp_path, name, quantize):
-    model = save(tmp_path / "model", CONFIGS[name])
+    model = save_tiny(tmp_path / "model", config=CONFIGS[name])
     want = tokens(LLM(model, quantize=quantize, **ONE))
     memory = least_memory(model, quantize=quantize)
     assert tokens(LLM(model, weights="disk", device_memory=memory, quantize=quantize, **ONE)) == want

@@ -18,7 +18,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
-from tests.generation.conftest import PLAIN, SMALL_CONFIG, SMALL_PAGES, TIGHT
+from tests.generation.conftest import PAGE_BYTES, SMALL, SMALL_BYTES, SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -62,9 +62,9 @@ def test_typed_options_are_those_of_the_signature():
     assert LoadOptions.__annotations__.keys() == named | ModelOptions.__annotations__.keys()
 
 
-def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of):
+def test_prompts_of_different_lengths_continue_as_without_a_cache(small_llm, logits_of):
     prompts = prompts_of(3, 21, 1, 40)
-    outputs = llm.generate(prompts, GREEDY)
+    outputs = small_llm.generate(prompts, GREEDY)
     assert completions(outputs) == [continue_greedily(logits_of, p, 12) for p in prompts]
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert all(o.outputs[0].finish_reason is FinishReason.LENGTH for o in outputs)
@@ -123,7 +123,8 @@ def test_prepared_requests_run_as_their_prompts_do(llm):
             llm.prepare([3], GREEDY, request_id=wrong)
 
 
-def test_sampling_is_the_same_alone_and_in_a_batch(llm):
+def test_sampling_is_the_same_alone_and_in_a_batch(small_llm):
+    llm = small_llm
     prompts = prompts_of(5, 9, 30)
     params = [SamplingParams(seed=i, temperature=0.9, top_p=0.95, max_tokens=20, ignore_eos=True) for i in range(3)]
     together = completions(llm.generate(prompts, params))
@@ -313,17 +314,18 @@ def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
         Operation, "disabled", property(lambda self: recorded.append(disabled.fget(self)) or recorded[-1])
     )
     one = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
-    LLM(model_dir, kernels=False, **one).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
+    params = SamplingParams(max_tokens=1)  # few programs
+    LLM(model_dir, kernels=False, **one).generate([[1, 2, 3]], params)  # compiled by several threads
     assert recorded
     assert all(recorded)
     recorded.clear()
-    LLM(model_dir, **one).generate([[1, 2, 3]], GREEDY)
+    LLM(model_dir, **one).engine.executor.calls()  # traces every program
     assert recorded
     assert not any(recorded)
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
-    llm = LLM(model_dir, **PLAIN)
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
     assert llm.engine.executor.programs.misses == 0
 
@@ -337,7 +339,7 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
         assert program.memory.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
     llm.generate([[1, 2, 3]], GREEDY)  # a program's first call does not count
-    decoded = executor.costs.for_sizes("decode", batch=1, speculative=0, pages=8)
+    decoded = executor.costs.for_sizes("decode", batch=4, speculative=0, pages=8)
     assert 0 < decoded.p50 <= decoded.p95
     assert decoded.passes >= decoded.calls >= 1
 
@@ -347,9 +349,9 @@ def test_max_tokens_none_fills_the_context(llm):
     assert len(out[0].outputs[0].token_ids) == 28
 
 
-def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
-    prompts = prompts_of(40, 40)  # of 4 pages each with what follows
-    assert completions(tight_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+def test_a_cache_smaller_than_the_batch_queues(small_llm, logits_of):
+    prompts = prompts_of(40, 39, 38)  # of 7 of the 14 pages each with what follows
+    assert completions(small_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
 
 
 def test_a_decode_step_on_a_cpu_has_the_passes_of_40_ms(model_dir, monkeypatch):
@@ -429,14 +431,15 @@ def test_bad_requests_fail_at_the_call(llm, prompt, params, message):
     assert not llm.engine.scheduler.waiting
 
 
-def test_bad_arguments(llm, tight_llm, model_dir):
+def test_bad_arguments(llm, model_dir):
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         llm.generate([[1], [2]], [GREEDY])
     with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
         LLM(model_dir, context=129)
     with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
         LLM(model_dir, max_batch=0)
-    with pytest.raises(ValueError, match="one page of 16 tokens takes 4096: raise cache_bytes"):
-        LLM(model_dir, cache_bytes=100, **TIGHT)
+    with pytest.raises(ValueError, match="one page of 8 tokens takes 2048: raise cache_bytes"):
+        LLM(model_dir, cache_bytes=100, **SMALL)
+    small = LLM(model_dir, cache_bytes=6 * PAGE_BYTES // 2, **SMALL)
     with pytest.raises(ValueError, match="the cache has 6"):
-        tight_llm.generate([[1] * 20], SamplingParams(max_tokens=90))
+        small.generate([[1] * 20], SamplingParams(max_tokens=40))

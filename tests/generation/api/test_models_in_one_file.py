@@ -17,7 +17,7 @@ from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import open_layer_files, write_layer_files
 from tests.generation.api.test_embedding import GOLDEN as ENCODER
 from tests.models import goldens
-from tests.tiny import save_tiny
+from tests.tiny import ONE_KIND, save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
@@ -26,9 +26,15 @@ ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A decoder with a tokenizer and a chat template, in one file."""
-    path = save_tiny(tmp_path_factory.mktemp("models") / "tiny", layout="single-file")
+    path = save_tiny(tmp_path_factory.mktemp("models") / "tiny", layout="single-file", config=ONE_KIND)
     assert [file.name for file in path.iterdir()] == [SINGLE_FILE]
     return path
+
+
+@pytest.fixture(scope="module")
+def in_many_files(tmp_path_factory):
+    """The same decoder."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", config=ONE_KIND)
 
 
 def _tokens(path, **options):
@@ -38,18 +44,18 @@ def _tokens(path, **options):
     return [(output.prompt_token_ids, output.outputs[0].text) for output in [*outputs, chat]]
 
 
-def test_a_language_model(tiny, model_dir):
-    assert _tokens(tiny) == _tokens(model_dir)
+def test_a_language_model(tiny, in_many_files):
+    assert _tokens(tiny) == _tokens(in_many_files)
 
 
 @pytest.mark.slow
-def test_on_a_mesh_and_quantised(tiny, model_dir):
+def test_on_a_mesh_and_quantised(tiny, in_many_files):
     options = {"mesh": MeshConfig(tensor=4), "quantize": "int8"}
-    assert _tokens(tiny, **options) == _tokens(model_dir, **options)
+    assert _tokens(tiny, **options) == _tokens(in_many_files, **options)
 
 
-def test_streamed_from_disk(tiny, model_dir, tmp_path):
-    assert _tokens(tiny, weights="disk", layer_files=tmp_path) == _tokens(model_dir)
+def test_streamed_from_disk(tiny, in_many_files, tmp_path):
+    assert _tokens(tiny, weights="disk", layer_files=tmp_path) == _tokens(in_many_files)
     assert [file.name for file in tiny.iterdir()] == [SINGLE_FILE]
 
 

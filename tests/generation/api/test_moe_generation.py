@@ -17,6 +17,7 @@ from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.models.abstract import leaf_name
 from tests.generation import moe_by_hand
 from tests.generation.conftest import PAGE_BYTES
+from tests.generation.few_programs import few_programs
 from tests.generation.sampled import SIZES
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
@@ -36,7 +37,8 @@ def moe_dirs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def moe_llm(moe_dirs):
     """Room for 10 pages: two requests that grow to the context do not fit together."""
-    return LLM(moe_dirs["shared"], cache_bytes=10 * PAGE_BYTES // 2, **OPTIONS)
+    with few_programs():
+        return LLM(moe_dirs["shared"], cache_bytes=10 * PAGE_BYTES // 2, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

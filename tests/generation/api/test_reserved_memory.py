@@ -5,17 +5,15 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfer import LLM, Embedder, SamplingParams
-from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.models.files.loading import OpenedModel, save_model
+from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.serving.budget import Budget, host_budget
 from jaxinfer.sharding import MeshConfig
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 
@@ -23,9 +21,7 @@ ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of six layers."""
-    model = Decoder(dataclasses.replace(CONFIG, layers=6), WeightFormat(), rngs=nnx.Rngs(1))
-    save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny")
-    return path
+    return save_tiny(tmp_path_factory.mktemp("models") / "deep", config=dataclasses.replace(ONE_KIND, layers=6))
 
 
 def reserved(held):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from tests.tiny import CONFIG, save_tiny
 
 PROGRAM = """
 import collections, json, os, sys
@@ -55,6 +56,12 @@ print(
 )
 """
 PROGRAMS = {"admit", "copy_pages", "prefill", "decode"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A model of one layer: every process here compiles or loads its programs."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "thin", config=dataclasses.replace(CONFIG, layers=1))
 
 
 def start(model_dir, cache, *, stderr=None, **variables):

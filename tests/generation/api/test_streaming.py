@@ -12,7 +12,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfer import LLM, Embedder, FinishReason, SamplingParams
 from jaxinfer.checkpoints import CheckpointError, readers
@@ -25,9 +24,8 @@ from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainPasses,
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.programs.chain import Layer
-from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.models.files.loading import open_model, save_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving import ClosedError
 from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -54,9 +52,7 @@ in_both = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of six layers of two kinds."""
-    config = dataclasses.replace(CONFIG, layers=6)
-    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
-    return save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny") or path
+    return save_tiny(tmp_path_factory.mktemp("models") / "deep", config=dataclasses.replace(CONFIG, layers=6))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +63,7 @@ def from_disk(deep):
 
 @pytest.fixture(scope="module")
 def want(from_disk):
-    """What `deep` generates: in any way what it does from disk (`test_ways.py`)."""
+    """What `deep` generates: in any way what it does from disk (`test_every_way.py`)."""
     return generate(from_disk, GREEDY)
 
 

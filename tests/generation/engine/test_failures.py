@@ -17,6 +17,7 @@ from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
+from tests.generation.few_programs import few_programs
 from tests.peft import random_pair, save_adapter
 
 PROMPTS = [np.random.default_rng(n).integers(97, 105, n).tolist() for n in (20, 3, 33, 9, 17, 12, 5)]
@@ -235,9 +236,9 @@ def test_a_request_belongs_to_the_engine_that_has_prepared_it(engine, model, tok
 
 @pytest.mark.parametrize("damage", ["corrupt", "gone"])
 def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, damage, alone):
-    engine = build_engine(
-        model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), EnginePlan(num_pages=SMALL_PAGES)
-    )
+    config = dataclasses.replace(SMALL_CONFIG, max_adapters=1)
+    with few_programs():
+        engine = build_engine(model, None, config, EnginePlan(num_pages=SMALL_PAGES))
     pair = random_pair(32, 32, 2, np.random.default_rng(0))
     folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": pair})
     engine.adapters.register("damaged", folder)

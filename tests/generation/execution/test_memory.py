@@ -16,7 +16,7 @@ from jaxinfer.generation.execution.programs import prefill, ring
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.serving.budget import HOST
 from jaxinfer.sharding import MeshConfig
-from tests.generation.conftest import PAGE_BYTES
+from tests.generation.conftest import PAGE_BYTES, SMALL, SMALL_BYTES
 from tests.tiny import CONFIG as TINY
 from tests.tiny import save_tiny
 
@@ -88,11 +88,12 @@ def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
     assert pages(9000) == 8000  # as many as all sequences can have
 
 
-def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(tight_llm):
-    tight_llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
-    caches = tight_llm.engine.executor.state.arrays.caches
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == tight_llm.memory.cache == 6 * PAGE_BYTES
-    assert 0 < tight_llm.engine.executor.workspace_bytes <= tight_llm.memory.workspace
+def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(model_dir):
+    with LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL) as llm:
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
+        caches = llm.engine.executor.state.arrays.caches
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == llm.memory.cache == SMALL_BYTES
+        assert 0 < llm.engine.executor.workspace_bytes <= llm.memory.workspace
 
 
 def on_each_device(tree):
@@ -149,7 +150,7 @@ def test_scarce_memory_of_stages_is_divided_by_what_the_ring_needs(tmp_path, mon
 
 
 def test_programs_without_room_to_run_are_refused(model_dir, monkeypatch):
-    llm = LLM(model_dir)
+    llm = LLM(model_dir, cache_bytes=SMALL_BYTES, **SMALL)
     monkeypatch.setattr("jaxinfer.generation.execution.decoder.available_bytes", lambda mesh: 1)
     with pytest.raises(MemoryError, match="lower cache_bytes, max_batch or token_budget"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

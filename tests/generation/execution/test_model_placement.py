@@ -18,7 +18,7 @@ from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
 from tests.models import goldens
 from tests.tiny import CONFIG as TINY
-from tests.tiny import save_tiny
+from tests.tiny import ONE_KIND, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 CONFIG = EngineConfig(context=128, **ONE)
@@ -29,14 +29,20 @@ def least(error):
     return int(re.search(r"raise device_memory to at least (\d+)", str(error))[1])
 
 
+@pytest.fixture(scope="module")
+def same_layers(tmp_path_factory):
+    """A model of two layers that one program runs."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "same", config=ONE_KIND)
+
+
 @pytest.fixture
-def unread(model_dir, tmp_path, monkeypatch):
+def unread(same_layers, tmp_path, monkeypatch):
     """A model directory without layer files, of which nothing can be read."""
 
     def read(self, only=None):
         raise AssertionError("a weight was read")
 
-    shutil.copytree(model_dir, tmp_path / "model", ignore=shutil.ignore_patterns("layers-*", ".layers-*"))
+    shutil.copytree(same_layers, tmp_path / "model", ignore=shutil.ignore_patterns("layers-*", ".layers-*"))
     monkeypatch.setattr(OpenedModel, "read", read)
     return tmp_path / "model"
 

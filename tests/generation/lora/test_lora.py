@@ -14,6 +14,7 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
+from tests.generation.few_programs import few_programs
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
@@ -57,7 +58,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapted(model_dir, folders):
     """Room for three of the five adapters; prompts go in pieces of 16 tokens."""
-    return LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, adapters=folders, max_adapters=3)
+    with few_programs():
+        return LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, adapters=folders, max_adapters=3)
 
 
 def merged(model: LoadedModel, folder) -> nnx.State:

@@ -25,6 +25,7 @@ from jaxinfer.generation.sampling.sampler import (
 from jaxinfer.sharding import MeshConfig
 
 VOCAB, CONTEXT = 50, 12
+GREEDY = SamplingParams(temperature=0)
 _truncate, _penalize, _ends_of_bad_words = map(jax.jit, (truncate, penalize, ends_of_bad_words))
 
 
@@ -89,10 +90,11 @@ def test_penalties_follow_their_formulas():
 
 
 def test_greedy_takes_the_best_and_bias_bans():
-    logits = jnp.zeros((2, VOCAB)).at[:, 7].set(5.0).at[:, 8].set(4.0)
-    arrays = options(SamplingParams(temperature=0), SamplingParams(temperature=0, logit_bias={7: -np.inf, 3: 1.0}))
-    tokens, _ = _sample(logits, np.zeros((2, CONTEXT), np.int32), np.array([4, 4]), arrays)
-    assert tokens.tolist() == [7, 8]
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[:, 7:9] = 5.0, 4.0
+    biased = dataclasses.replace(GREEDY, logit_bias={7: -np.inf, 3: 1.0})
+    tokens, _ = _sample(logits, np.zeros((3, CONTEXT), np.int32), np.full(3, 4), options(GREEDY, biased, GREEDY))
+    assert tokens.tolist() == [7, 8, 7]
 
 
 def test_options_are_stored_by_their_bits():
@@ -107,9 +109,6 @@ def test_options_are_stored_by_their_bits():
     assert (arrays.bias_ids[0, :2].tolist(), arrays.bias[0, :2].tolist()) == ([3, -1], [-1.5, 0.0])
     assert (arrays.logprobs.tolist(), arrays.constrained.tolist()) == ([True, False], [False, False])
     assert arrays.processors.tolist() == [[False, True], [False, False]]
-
-
-GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +138,14 @@ def test_a_logits_processor_is_more_than_the_best_token():
 
 
 def test_rows_that_ask_for_nothing_more_get_the_best_token():
-    logits = jnp.round(jax.random.normal(jax.random.key(0), (64, VOCAB)))  # with ties
-    tokens, _ = _sample(logits, np.zeros((64, CONTEXT), np.int32), np.full(64, 4), options(*[GREEDY] * 64))
-    np.testing.assert_array_equal(tokens, greedy(logits))
+    history, length, arrays = np.zeros((3, CONTEXT), np.int32), np.full(3, 4), options(*[GREEDY] * 3)
+    for logits in np.random.default_rng(0).normal(size=(21, 3, VOCAB)).astype(np.float32).round():  # with ties
+        np.testing.assert_array_equal(_sample(logits, history, length, arrays)[0], greedy(logits))
 
 
 def test_min_tokens_keeps_stop_tokens_away():
-    logits = jnp.zeros((1, VOCAB)).at[:, 7].set(5.0).at[:, 8].set(4.0)
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[:, 7:9] = 5.0, 4.0
     arrays = options(SamplingParams(temperature=0, min_tokens=2), stop_token_ids=(7,))
     history = np.zeros((1, CONTEXT), np.int32)
     assert [_sample(logits, history, np.array([n]), arrays)[0].item() for n in (4, 5, 6)] == [8, 8, 7]
