@@ -16,7 +16,10 @@ NEWEST_SHARES := 4
 COMMIT := $(shell git rev-parse --short=8 HEAD 2>/dev/null || echo 00000000)
 share = $(if $(filter all,$(SHARES)),,--share $$((0x$(COMMIT) % $(1) + 1))/$(1))
 
-PYTEST_OPTIONS := -n 2 --dist loadgroup -o console_output_style=count
+# Tests of a file share what they compile; those that are few and long are better balanced.
+COUNTED := -n 2 -o console_output_style=count
+BY_FILE := $(COUNTED) --dist loadgroup
+BALANCED := $(COUNTED) --dist worksteal
 
 .PHONY: demo docs test interpreted slow slow-share aot newest peers lint types contracts clean
 
@@ -26,26 +29,26 @@ demo: .venv/.kernels
 
 # Fails too if the tests have become too expensive (benchmarks/suite.py).
 test: .venv/.dev
-	$(if $(TESTS),.venv/bin/python -m pytest -n 2 --dist loadgroup $(TESTS),.venv/bin/python -m benchmarks.suite --check -q $(PYTEST_OPTIONS))
+	$(if $(TESTS),.venv/bin/python -m pytest $(BY_FILE) $(TESTS),.venv/bin/python -m benchmarks.suite --check -q $(BY_FILE))
 
 # GPU kernels in Mosaic's interpreter, which looks for races.
 interpreted: .venv/.dev
-	.venv/bin/python -m pytest $(PYTEST_OPTIONS) -m interpreted
+	.venv/bin/python -m pytest $(BALANCED) -m interpreted
 
 slow: .venv/.dev
 	.venv/bin/python -m pytest -m 'slow and not aot and not gpu'
 
 # Soaks are left to `make slow`.
 slow-share: .venv/.dev
-	.venv/bin/python -m pytest $(PYTEST_OPTIONS) -m 'slow and not soak and not aot and not gpu' $(call share,$(SLOW_SHARES))
+	.venv/bin/python -m pytest $(BALANCED) -m 'slow and not soak and not aot and not gpu' $(call share,$(SLOW_SHARES))
 
 # Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
 aot: .venv-aot/.aot
-	.venv-aot/bin/python -m pytest $(PYTEST_OPTIONS) -m aot $(call share,$(AOT_SHARES))
+	.venv-aot/bin/python -m pytest $(BALANCED) -m aot $(call share,$(AOT_SHARES))
 
 # The newest JAX, where it could break us first. GPU kernels are for JAX 0.11 (pallas_kernels/dispatch.py).
 newest: .venv-newest/.newest
-	.venv-newest/bin/python -m pytest $(PYTEST_OPTIONS) $(call share,$(NEWEST_SHARES)) tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
+	.venv-newest/bin/python -m pytest $(BALANCED) $(call share,$(NEWEST_SHARES)) tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
 
 peers: .venv-peers/.peers
 
