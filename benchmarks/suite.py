@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-BUDGET = 480.0
+BUDGET = 340.0
 """Calibrations that the default suite may cost."""
 MARGIN = 1.25
 FOLDER_VARIABLE = "JAXINFER_SUITE_FOLDER"
