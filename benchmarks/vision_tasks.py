@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import rich
 from rich.table import Table
-from scipy.stats import ttest_1samp
 
 from benchmarks.image_engines import add_row, take_turns, timed
 from benchmarks.report import ROOT, Report
@@ -75,6 +74,8 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
 
 def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, plain: np.ndarray) -> None:
     """Test the mean effect of prompts over seeds against chance."""
+    from scipy.stats import ttest_1samp  # takes a second to import
+
     seeds = Service.from_checkpoint(BACKBONE, repository=SEEDED, merge_levels=(-8,), schedule="constant", max_batch=64)
     prompts = max(service.task(name).prompts)
     answers = [which_are_right(service, name, prompts, test)]

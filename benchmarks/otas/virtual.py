@@ -9,7 +9,7 @@ import numpy as np
 import rich
 from rich.progress import track
 from rich.table import Table
-from scipy.stats import t as students_t
+from scipy.special import stdtrit
 
 from benchmarks.otas.fragile import fragile
 from benchmarks.otas.infaas import LINKS, simulated_gain
@@ -118,7 +118,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean, and half the width of its 95% interval."""
     if len(values) < 2:
         return values[0], float("nan")
-    half = students_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    half = stdtrit(len(values) - 1, 0.975) * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values), float(half)
 
 
