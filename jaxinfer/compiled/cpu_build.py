@@ -11,7 +11,7 @@ from jaxinfer.compiled.cpu_library import build_library, library_files
 from jaxinfer.pallas_kernels.cpu.build import FOLDER
 
 
-def main() -> int:
+def main() -> None:
     """Compile, check and measure the kernels, and print which they are, or why there are none."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     try:
@@ -19,10 +19,9 @@ def main() -> int:
             pass
     except OSError:
         print("CPU kernels: another process compiles them.")
-        return 0
+        return
     print(f"CPU kernels: {build_library(folder=folder)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

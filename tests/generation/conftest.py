@@ -11,7 +11,6 @@ SMALL = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 16, "chu
 SMALL_CONFIG = EngineConfig(**SMALL)
 SMALL_PAGES = 14
 PLAIN = {"max_batch": 4, "token_budget": 32, "chunk_size": 32}
-TIGHT = {"max_batch": 2, "token_budget": 16, "chunk_size": 16}
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 SMALL_BYTES = SMALL_PAGES * PAGE_BYTES // 2
 

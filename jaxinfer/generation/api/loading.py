@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
@@ -84,6 +84,14 @@ def load_engine(path: str | Path, *, owner: str, **options: Unpack[LoadOptions])
     return load(folder, owner=owner, **options)
 
 
+def _begin_kernels(options: Mapping[str, Any]) -> None:
+    """Have CPU kernels compiled while a model is read, and warn if a GPU's kernels were not measured."""
+    if "kernels" not in options:
+        warn_of_unmeasured_kernels()
+    if options.get("kernels", True):
+        begin_library()
+
+
 def load_decoder(
     path: str | Path,
     *,
@@ -106,9 +114,7 @@ def load_decoder(
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
     mesh, rules = build_mesh(mesh, rules)
-    if "kernels" not in engine_options:
-        warn_of_unmeasured_kernels()
-    begin_library()
+    _begin_kernels(engine_options)
     opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
         raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
@@ -167,8 +173,7 @@ def load_encoder(
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
-    if "kernels" not in engine_options:
-        warn_of_unmeasured_kernels()
+    _begin_kernels(engine_options)
     opened = open_model(folder, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
     reservation = Reservation(f"{owner} {opened.name}")
@@ -209,9 +214,7 @@ def load_image_embedder(
             "leave it out."
         )
     level, kernels = check("level", options.get("level", 0), int), check("kernels", options.get("kernels", True), bool)
-    if "kernels" not in options:
-        warn_of_unmeasured_kernels()
-    begin_library()
+    _begin_kernels(options)
     opened = open_model(resolve(path), dtype=dtype, quantize=quantize)
     config = opened.config
     assert isinstance(config, ViTConfig)
