@@ -231,13 +231,12 @@ def run(
       folder: that they run in; None: this process's.
     Raises: BuildError for one that cannot start, fails, or takes too long; no process is left then.
     """
+    limit: list[str] = []
     if cpu_seconds is not None:  # by a shell, whose limit is there before the command is
-        commands = [
-            ["/bin/sh", "-c", f'ulimit -t {cpu_seconds:.0f}; exec "$@"', "sh", *command] for command in commands
-        ]
+        limit = ["/bin/sh", "-c", f'ulimit -t {cpu_seconds:.0f}; exec "$@"', "sh"]
     try:
         with contextlib.ExitStack() as stack:
-            return _outputs(stack, commands, seconds, done, environment, folder)
+            return _outputs(stack, commands, limit, seconds, done, environment, folder)
     except OSError as error:
         raise BuildError(f"{commands[0][0]} cannot run: {error}") from error
 
@@ -245,6 +244,7 @@ def run(
 def _outputs(
     stack: contextlib.ExitStack,
     commands: Sequence[Sequence[str]],
+    limit: Sequence[str],
     seconds: float,
     done: Callable[[int], None],
     environment: Mapping[str, str] | None,
@@ -252,7 +252,7 @@ def _outputs(
 ) -> list[str]:
     outputs, errors = ([stack.enter_context(_file()) for _ in commands] for _ in range(2))
     processes = [
-        stack.enter_context(_started(command, output, error, environment, folder))
+        stack.enter_context(_started([*limit, *command], output, error, environment, folder))
         for command, output, error in zip(commands, outputs, errors, strict=True)
     ]
     end, pause = time.monotonic() + seconds, 0.001
@@ -264,7 +264,7 @@ def _outputs(
         if ended == len(processes):
             return [_text(file) for file in outputs]
         if time.monotonic() > end:
-            raise BuildError(f"{_program(commands[0])} took longer than {seconds:.0f} s")
+            raise BuildError(f"{commands[0][0]} took longer than {seconds:.0f} s")
         time.sleep(pause)
         pause = min(1.5 * pause, 0.05)
 
@@ -304,12 +304,7 @@ def _check(command: Sequence[str], process: subprocess.Popen[bytes], stderr: IO[
     ended = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
     reason = next((line for line in lines if "error" in line), lines[-1] if lines else ended)
     passing = process.returncode in _PASSING_SIGNALS or _PASSING.search(reason) is not None
-    raise BuildError(f"{_program(command)} fails: {reason}", lasting=not passing)
-
-
-def _program(command: Sequence[str]) -> str:
-    """Return the program that a command runs, perhaps by the shell of `run`."""
-    return command[4] if command[:2] == ["/bin/sh", "-c"] else command[0]
+    raise BuildError(f"{command[0]} fails: {reason}", lasting=not passing)
 
 
 def _text(file: IO[str]) -> str:
