@@ -34,6 +34,7 @@ from jaxinfer.pallas_kernels import (
 )
 from jaxinfer.pallas_kernels import weights as formats
 from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.linear.mosaic.small_batch import MAX_RESIDENT_ROWS
 from jaxinfer.pallas_kernels.weights import Weights
 
 PAGE_SIZE = 16
@@ -127,6 +128,7 @@ def every_case() -> Iterator[Case]:
         ("llama3-8b", "bfloat16", 1),
         ("llama3-8b", "bfloat16", 16),
         ("llama3-8b", "int8", 1),
+        ("llama3-8b", "int8", 16),
         ("llama3-8b", "int4", 1),
         ("llama3-8b", "int4", 16),
         ("llama3-8b", "fp8", 1),
@@ -255,6 +257,8 @@ def _linear(
 
     others = 1 if outputs % 8 else 0  # slices the result, which TMA writes in rows of a multiple of 16 bytes
     others += 1 if fmt == "int8" and outputs % 64 else 0  # pads the scales to a multiple of TILE_N
+    prepared = rows > MAX_RESIDENT_ROWS  # by a kernel before, if they are quantised, or else by XLA
+    others += 1 if prepared and fmt != "int8" and op == "norm_linear" else 0
     return Case(
         op=op,
         name=name,
@@ -262,6 +266,7 @@ def _linear(
         make=make,
         traffic=lambda args: _bytes(args) + rows * outputs * dtype.itemsize,
         flops=2 * rows * outputs * inputs,
+        kernels=2 if prepared and fmt == "int8" else 1,
         others=others,
         rows=rows,
         operands="int8" if fmt == "int8" else "bfloat16",

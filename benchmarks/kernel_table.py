@@ -45,7 +45,7 @@ class Limit:
 
 
 LIMITS = {
-    "norm_linear": Limit(per_sm=1, features=frozenset({"UTMALDG"})),  # 16 rows in int4, gated; else 2
+    "norm_linear": Limit(per_sm=2, features=frozenset({"UTMALDG"})),
     "linear_residual": Limit(per_sm=2, features=frozenset({"UTMALDG"})),
     "small_batch_linear": Limit(per_sm=2, features=frozenset({"UTMALDG"})),
     "quantize_rows": Limit(per_sm=2),

@@ -57,10 +57,11 @@ def checked() -> Iterator[Case]:
         yield decoding(2, 4, 333, heads, rotary=128, **options)
         yield prefill(3, 16, 777, heads, **options)
     yield encoding(4, 197, 12, 64, merged=True)  # cuDNN, or plain XLA
-    yield encoding(4, 197, 12, 64)
+    for tokens in (37, 64, 197, 333):  # rows that end within the 16 bytes of a copy, and one that does not
+        yield encoding(4, tokens, 12, 64)
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
-    for rows, outputs, inputs in ((32, 1024, 1600), (200, 4096, 4096)):
+    for rows, outputs, inputs in ((32, 1024, 1600), (33, 1024, 1600), (200, 4096, 4096)):
         yield quantized(rows, outputs, inputs)
     for tokens in (1, 16, 100):
         yield from _experts(Choices(tokens, experts=8, k=2), embed=1024, hidden=512)

@@ -95,7 +95,7 @@ def test_a_step_is_one_graph(whole_step):
         ("gpt-j-6b", 8, None),
         ("gpt-j-6b", 1, "int8"),
         ("llama3-8b", 1, None),
-        ("llama3-8b", 16, "int4"),
+        ("llama3-8b", 8, "int4"),
         ("gpt2-1.5b", 1, None),
         ("gpt2-1.5b", 1, "int8"),
     ],
@@ -105,6 +105,18 @@ def test_a_layer_is_five_mosaic_kernels(model, batch, quantized):
     assert [kernel.kind for kernel in report.of_layer(1)] == ["mosaic"] * KERNELS_PER_LAYER
     assert (report.graphs, report.host_launches) == (1, ())
     assert report.temp_bytes < (2e6 if batch == 1 else 8e6)  # including logits
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("quantized", "ours", "others"), [("int4", KERNELS_PER_LAYER, 2), ("int8", KERNELS_PER_LAYER + 4, 0)]
+)
+def test_sixteen_rows_are_prepared_by_kernels_of_their_own(quantized, ours, others):
+    """XLA normalises rows for int4; one of our kernels quantises them before each int8 product."""
+    report = step_report(2, "llama3-8b", batch=16, weights=dataclasses.replace(BF16, quantized=quantized))
+    kinds = [kernel.kind for kernel in report.of_layer(1)]
+    assert (kinds.count("mosaic"), len(kinds)) == (ours, ours + others)
+    assert (report.graphs, report.host_launches) == (1, ())
 
 
 @pytest.mark.aot

@@ -65,8 +65,8 @@ class Operand:
 
     @property
     def quantizes(self) -> bool:
-        """Whether rows of x are quantised before the product."""
-        return self.x != self.dtype
+        """Whether the kernel quantises rows of x before the product."""
+        return False
 
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
         """acc + W x^T for one tile of inputs.
@@ -84,11 +84,22 @@ class Operand:
         return acc
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Operand(Operand):
-    """Int8 weights; the kernel quantises rows of x in the way of `quantize_rows`."""
+    """Int8 weights; rows of x are quantised by `quantize_rows`, or by the kernel in the same way.
+
+    Attributes:
+      quantized: whether rows of x come quantised.
+    """
 
     accumulator = jnp.int32
     per_scale = 1
+    quantized: bool = False
+
+    @property
+    @override
+    def quantizes(self) -> bool:
+        return not self.quantized
 
     @override
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
@@ -131,14 +142,18 @@ class Int4Operand(Operand):
         return acc
 
 
-def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
-    """Return the operand class of this weight format, for x of this dtype. Raises UnsupportedError."""
+def operand_of(weights: Weights, dtype: np.dtype, *, quantized: bool = False) -> Operand:
+    """Return the operand class of this weight format, for x of this dtype. Raises UnsupportedError.
+
+    Args:
+      quantized: whether rows of x come quantised to int8; `dtype` is then that of the result.
+    """
     stored = weights.weight.dtype
     if stored == dtype:
         return Operand(dtype=dtype, x=dtype, weights=stored)
     swizzle = 64 if weights.weight.shape[1] % 128 else 128  # 64 for K = 1600 (GPT-2 XL)
     if stored == jnp.int8:
-        return Int8Operand(dtype=dtype, x=stored, weights=stored, swizzle=swizzle)
+        return Int8Operand(dtype=dtype, x=stored, weights=stored, swizzle=swizzle, quantized=quantized)
     if stored == jnp.float8_e4m3fn:
         return Fp8Operand(dtype=dtype, x=dtype, weights=stored, swizzle=swizzle)
     if is_int4(weights):

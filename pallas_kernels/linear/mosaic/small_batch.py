@@ -16,8 +16,9 @@ before anything else, so that rows are normalised while the first weights are in
 Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them. So XLA pads no matrix, only
 the scales of a vocabulary, outside of the decode loop.
 
-Formats. `operands.py` describes how each weight format is multiplied. Rows of x that are normalised or quantised are
-resident: every thread block computes them at its start and keeps them in shared memory (`rows.py`).
+Formats. `operands.py` describes how each weight format is multiplied. Up to MAX_RESIDENT_ROWS rows of x that are
+normalised or quantised are resident: every thread block computes them at its start and keeps them in shared memory
+(`rows.py`). More rows are normalised or quantised before.
 """
 
 import functools
@@ -53,10 +54,16 @@ from jaxinfer.pallas_kernels.mosaic.refs import (
     smem,
 )
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
+from jaxinfer.pallas_kernels.norm import normalize
+from jaxinfer.pallas_kernels.quantization.api import norm_quantize, quantize_rows
 from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 MAX_ROWS = 16
+MAX_RESIDENT_ROWS = 8
+"""Rows that every thread block prepares itself: 16 took longer than a kernel before would (docs/decisions/0031)."""
+
+_SCALES = 32  # of rows in shared memory: Mosaic copies a multiple of 128 bytes
 
 
 class Norm(NamedTuple):
@@ -70,7 +77,7 @@ class _Inputs(NamedTuple):
     """Arrays in global memory; None for those that a layer does not have.
 
     Attributes:
-      x: [rows, K].
+      x: [rows, K]; with `x_scale`, float32 [rows], its rows are quantised.
       weights: [outputs, matrices, K / per_element]. Gate and up rows alternate. A strided copy fetches either, so that
         both tiles have a pair at the same place and `act(gate) * up` exchanges nothing between threads.
       weights_scale: float32 [outputs in whole tiles, matrices]; int4: bfloat16 [K / GROUP, outputs * matrices].
@@ -80,6 +87,7 @@ class _Inputs(NamedTuple):
     """
 
     x: Ref
+    x_scale: Ref | None
     weights: Ref
     weights_scale: Ref | None
     bias: Ref | None
@@ -118,7 +126,7 @@ class _Scratch(NamedTuple):
       transpose: bfloat16 [3, columns, TILE_N], the result on its way from one layout to another.
       weights: [stages, matrices, TILE_N, tile_k / per_element].
       x: [stages, columns, tile_k], or if it is resident [resident_rows, the split's inputs and padding].
-      x_scale: float32 [columns], of quantised rows.
+      x_scale: float32 [_SCALES], of quantised rows. x_scale_full: it has been copied, if the rows come quantised.
     """
 
     full: Barrier
@@ -130,6 +138,7 @@ class _Scratch(NamedTuple):
     weights: Ref
     x: Ref
     x_scale: Ref | None
+    x_scale_full: Barrier | None
 
 
 def fused_small_batch_linear(
@@ -145,18 +154,25 @@ def fused_small_batch_linear(
 ) -> jax.Array:
     """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs.
 
-    One kernel computes all of it.
+    One kernel computes all of it; more than MAX_RESIDENT_ROWS are normalised and quantised before it.
 
     x: [..., K]; weights: N by K; bias: [N]; residual and result: [..., N], or [..., N / 2] with `gated`.
     Raises: UnsupportedError, which names the constraint.
     """
-    matrices = 2 if gated else 1
+    matrices, rows = 2 if gated else 1, math.prod(x.shape[:-1])
+    operand, x_scale = operand_of(weights, x.dtype), None
+    if MAX_RESIDENT_ROWS < rows <= MAX_ROWS and operand.quantizes:
+        operand = operand_of(weights, x.dtype, quantized=True)
+        x, x_scale = quantize_rows(x) if norm is None else norm_quantize(x, norm.scale, norm.shift, eps=eps)
+        norm = None
+    elif MAX_RESIDENT_ROWS < rows <= MAX_ROWS and norm is not None:
+        x, norm = normalize(x, norm.scale, norm.shift, eps=eps), None
     layer = FusedLinear(
-        rows=math.prod(x.shape[:-1]),
+        rows=rows,
         inputs=x.shape[-1],
         outputs=weights.weight.shape[0] // matrices,
         matrices=matrices,
-        operand=operand_of(weights, x.dtype),
+        operand=operand,
         eps=None if norm is None else eps,
         activation=activation,
     )
@@ -166,6 +182,7 @@ def fused_small_batch_linear(
         scale = _pad_to_tiles(scale, matrices)
     inputs = _Inputs(
         x=gmem(x.reshape(layer.rows, layer.inputs)),
+        x_scale=gmem(None if x_scale is None else x_scale.reshape(layer.rows)),
         weights=gmem(weights.weight.reshape(layer.outputs, matrices, -1)),
         weights_scale=gmem(scale),
         bias=gmem(None if bias is None else _pad_to_tiles(bias, matrices)),
@@ -217,7 +234,7 @@ def _launch(plan: Plan, inputs: _Inputs) -> jax.Array:
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=[results],
-        scratch_types=[_scratch(plan, has_residual=inputs.residual is not None)],
+        scratch_types=[_scratch(plan, inputs)],
         grid=(blocks,),
         grid_names=("block",),
         cluster=(split,),
@@ -229,18 +246,19 @@ def _launch(plan: Plan, inputs: _Inputs) -> jax.Array:
     return kernel(inputs)[0].y[:, : plan.outputs]
 
 
-def _scratch(plan: Plan, *, has_residual: bool) -> _Scratch:
+def _scratch(plan: Plan, inputs: _Inputs) -> _Scratch:
     """Declare the scratch of a thread block."""
     operand, stages, tile_k, columns = plan.operand, plan.tiles.stages, plan.tiles.tile_k, plan.columns
     if plan.x_resident:
         x = smem((plan.resident_rows, plan.resident_row_size(plan.iterations * tile_k)), operand.x)
     else:
         x = smem((stages, columns, tile_k), operand.x, _tiling(plan.rows, operand.x, operand))
+    residual = _ResidualScratch(barrier(), smem((columns, TILE_N), operand.dtype))
     return _Scratch(
         full=barrier(plan.matrices + (plan.groups > 0) + (not plan.x_resident), stages),
         group_scale=smem((stages, plan.groups, TILE_N * plan.matrices), jnp.bfloat16) if plan.groups else None,
         out=smem((columns, TILE_N), operand.dtype),
-        residual=_ResidualScratch(barrier(), smem((columns, TILE_N), operand.dtype)) if has_residual else None,
+        residual=None if inputs.residual is None else residual,
         sums_full=cluster_barrier("split") if plan.tiles.split > 1 else None,
         transpose=smem((3, columns, TILE_N), jnp.bfloat16),
         weights=smem(
@@ -249,7 +267,8 @@ def _scratch(plan: Plan, *, has_residual: bool) -> _Scratch:
             _tiling(plan.outputs, operand.weights, operand),
         ),
         x=x,
-        x_scale=smem((columns,), jnp.float32) if operand.quantizes else None,
+        x_scale=smem((_SCALES,), jnp.float32) if operand.x == jnp.int8 else None,
+        x_scale_full=None if inputs.x_scale is None else barrier(),
     )
 
 
@@ -270,6 +289,9 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
     if inputs.residual is not None and scratch.residual is not None:
         source, target = inputs.residual.at[_columns(plan), _outputs()], scratch.residual
         pl.when(split == 0)(lambda: plgpu.copy_gmem_to_smem(source, target.tile, target.full))
+    if inputs.x_scale is not None and scratch.x_scale is not None and scratch.x_scale_full is not None:
+        copy = inputs.x_scale.at[slice_past_end(_SCALES, split)], scratch.x_scale, scratch.x_scale_full
+        pl.when(split == 0)(lambda: plgpu.copy_gmem_to_smem(*copy, oob_mode=plgpu.OOBFillMode.ZEROS))
     scales = None if plan.groups else _load_output_vectors(plan, inputs.weights_scale)
     biases = _load_output_vectors(plan, inputs.bias)
     if plan.x_resident:
@@ -290,9 +312,11 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
     @pl.when(split == 0)
     def _() -> None:
         sums = _add_partial_sums(plan, accs, results.partial)
+        if scratch.x_scale_full is not None:
+            plgpu.barrier_wait(scratch.x_scale_full)
         for matrix in range(plan.matrices):
             if scratch.x_scale is not None:
-                sums[matrix] *= broadcast_columns(scratch.x_scale, sums[matrix].shape)
+                sums[matrix] *= broadcast_columns(scratch.x_scale.at[pl.ds(0, plan.columns)], sums[matrix].shape)
             if scales is not None:
                 sums[matrix] *= scales[matrix]
             if biases is not None:

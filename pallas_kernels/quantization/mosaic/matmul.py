@@ -170,7 +170,9 @@ def _kernel(plan: Plan, inputs: _Inputs, y: Ref, scratch: _Scratch) -> None:
     """Compute one tile of the result. y: [R, N] in global memory."""
     ring, fetch = plan.ring, functools.partial(_fetch, plan, inputs, scratch)
     ring.fill(fetch)
-    plgpu.copy_gmem_to_smem(inputs.q_scale.at[_rows(plan)], scratch.q_scale, scratch.vectors_full)
+    # A plain copy would be in units of 16 bytes, which the last rows may not fill.
+    q_scale, zeros = inputs.q_scale.at[_rows(plan)], plgpu.OOBFillMode.ZEROS
+    plgpu.copy_gmem_to_smem(q_scale, scratch.q_scale, scratch.vectors_full, oob_mode=zeros)
     for index, vector in enumerate(vector for vector in (inputs.scale, inputs.bias) if vector is not None):
         plgpu.copy_gmem_to_smem(vector.at[_outputs(plan)], scratch.vectors.at[index], scratch.vectors_full)
 
