@@ -280,6 +280,14 @@ def test_lowers_for_cuda(name, fmt):
     assert "dot_general" not in module
 
 
+def test_stages_are_smaller_where_shared_memory_is():
+    """The two matrices of a gate and 16 rows of x in int4: full stages do not fit into 99 KiB."""
+    operation, args = calls("int4", REALISTIC["llama-3 8b up, 16 rows"])
+    with targeting(Target.load("rtx-5090").gpu):
+        module = jax.jit(operation).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert module.count("mosaic_gpu_v2") == 1
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_compiles_without_spills(name, fmt):

@@ -122,12 +122,23 @@ def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
 
 
 def _default_tiles(layer: FusedLinear) -> Tiles:
+    """Return tiles with the largest stages that fit into shared memory. Raises UnsupportedError."""
+    tile_k = _tile_k(layer)
+    if tiles := _fewest_splits(layer, tile_k) or (None if layer.x_resident else _fewest_splits(layer, tile_k // 2)):
+        return tiles
+    raise UnsupportedError(
+        f"{layer.columns} rows of {layer.inputs} inputs leave no room for weights in {target_gpu().shared_bytes} bytes "
+        "of shared memory"
+    )
+
+
+def _fewest_splits(layer: FusedLinear, tile_k: int) -> Tiles | None:
     """Return the fewest splits that give most SMs a thread block, with as many stages as there is shared memory for.
 
     Each further split writes and reads partial sums, and every block prepares a resident x (docs/decisions/0029).
     """
-    gpu, tile_k = target_gpu(), _tile_k(layer)
-    tiles_n, tiles_k, stage_bytes = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k), _stage_bytes(layer)
+    gpu, stage_bytes = target_gpu(), _stage_bytes(layer, tile_k)
+    tiles_n, tiles_k = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k)
     tiles: Tiles | None = None
     for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
         iterations = pl.cdiv(tiles_k, split)
@@ -141,11 +152,6 @@ def _default_tiles(layer: FusedLinear) -> Tiles:
                 break
         if tiles is not None and tiles_n * split >= _BUSY_SMS * gpu.sms:
             return tiles
-    if tiles is None:
-        raise UnsupportedError(
-            f"{layer.columns} rows of {layer.inputs} inputs leave no room for weights in {gpu.shared_bytes} bytes of "
-            "shared memory"
-        )
     return tiles
 
 
@@ -158,9 +164,9 @@ def _tile_k(layer: FusedLinear) -> int:
     return math.gcd(tile_k, layer.inputs) if layer.x_resident else tile_k
 
 
-def _stage_bytes(layer: FusedLinear) -> int:
+def _stage_bytes(layer: FusedLinear, tile_k: int) -> int:
     """Return the shared memory of a stage: weights, their int4 scales, and x unless it is resident."""
-    tile_k, operand = _tile_k(layer), layer.operand
+    operand = layer.operand
     weights = tile_k * operand.weights.itemsize // operand.per_element + 2 * layer.groups_per_tile(tile_k)
     x = 0 if layer.x_resident else layer.columns * tile_k * operand.x.itemsize
     return TILE_N * layer.matrices * weights + x
