@@ -107,7 +107,7 @@ def append(
     Returns the history [S, C], and the requests' progress after that.
     """
     # Comparisons one by one, unlike a reduction, belong to the kernel that uses them.
-    ids = (options.stop_token_ids[:, i, None] for i in range(MAX_STOP_TOKEN_IDS))
+    ids = lax.split(options.stop_token_ids, (1,) * MAX_STOP_TOKEN_IDS, axis=1)
     stops = functools.reduce(jnp.logical_or, (tokens == id for id in ids), tokens == NO_TOKEN)
     width = tokens.shape[1]
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, width + 1)

@@ -30,14 +30,14 @@ class _Column:
         owner.COLUMNS[name] = self
 
     def __get__(self, arrays: "SamplingArrays", owner: type | None = None) -> jax.Array:
-        match self.size:
-            case None:
-                bits = arrays.packed[:, self.start]
-            case 0:
-                bits = arrays.packed[:, self.start :]
-            case size:
-                bits = arrays.packed[:, self.start : self.start + size]
-        return bits != 0 if self.dtype == np.bool_ else lax.bitcast_convert_type(bits, self.dtype)
+        if self.size is None:
+            bits = lax.index_in_dim(arrays.packed, self.start, axis=1, keepdims=False)
+        else:
+            end = self.start + self.size if self.size else arrays.packed.shape[1]
+            bits = lax.slice_in_dim(arrays.packed, self.start, end, axis=1)
+        if self.dtype == np.bool_:
+            return bits != 0
+        return bits if self.dtype == np.int32 else lax.bitcast_convert_type(bits, self.dtype)
 
     def pack(self, values: list) -> np.ndarray:
         """Return the values of some rows as int32 [B, n]."""
