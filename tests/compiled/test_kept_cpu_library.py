@@ -222,6 +222,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_once(tmp_path, monkeypatch,
         raise OSError("not permitted")
 
     monkeypatch.setattr(cpu_library, "load_library", load)
+    monkeypatch.delenv("JAXINFER_CPU_LEVEL", raising=False)
     assert "cannot be loaded" in find_library(folder=ROOM).reason
     assert "cannot be loaded" in cpu_library._Maker(cpu_library.find_compiler(), ROOM, None).kept().reason
     assert log.read_text() == "compiled\n"
