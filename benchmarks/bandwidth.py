@@ -52,7 +52,7 @@ class ReadBandwidth:
             self.ways[way] = max(self.ways.get(way, 0.0), rate)
 
     def row(self) -> dict[str, Any]:
-        """Return the figures as a row of a report."""
+        """The figures as a row of a report."""
         ways = {f"{way}_gb_per_s": round(value, 1) for way, value in sorted(self.ways.items())}
         return {"figure": "read bandwidth", "gb_per_s": round(self.best, 1), **ways}
 
@@ -77,14 +77,14 @@ def read_loop() -> Callable[..., float] | None:
 
 
 def _by_loop(loop: Callable[..., float], array: np.ndarray) -> list[float]:
-    """Return the seconds that the loop takes."""
+    """The seconds that the loop takes."""
     total = ctypes.c_uint64()
     words = array.ctypes.data, array.nbytes // 8
     return [loop(*words, os.cpu_count(), ctypes.byref(total)) for _ in range(ROUNDS)]
 
 
 def _by_xla(array: np.ndarray) -> list[list[float]]:
-    """Return the seconds that each of the reductions takes."""
+    """The seconds that each of the reductions takes."""
     import jax
 
     x, vector = jax.device_put(array), jax.device_put(np.ones(ROWS, np.float32))

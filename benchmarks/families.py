@@ -87,7 +87,7 @@ def _kind(family: Family) -> ModelConfig:
 
 
 def expected_always() -> dict[str, object]:
-    """Return the fields that every config is refused for."""
+    """The fields that every config is refused for."""
     with surveyed() as survey:
         Fields({})
     return survey.expected

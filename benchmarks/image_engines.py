@@ -172,14 +172,14 @@ def add_row(report: Report, figure: str, engine: str, seconds: list[float], **fi
 
 
 def of_peer(report: Report, name: str, batches: Iterable[int], peer: str = "torch") -> float:
-    """Return a peer's time relative to ours, in the worst of the batches."""
+    """Compute a peer's time relative to ours, in the worst of the batches."""
     all_ms = {(row["figure"], row["engine"]): row["all_ms"] for row in report.rows if "ms" in row}
     figures = [f"{name} batch {batch}" for batch in batches]
     return min(ratio(all_ms[figure, peer], all_ms[figure, "jaxinfer"]) for figure in figures)
 
 
 def ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    """Return the median over rounds of one time relative to the other: slowdowns of whole rounds cancel."""
+    """Compute the median over rounds of one time relative to the other: slowdowns of whole rounds cancel."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 

@@ -483,7 +483,7 @@ def _cache(
 
 
 def _lengths(rows: int, longest: int, shortest: int, *, full: bool) -> jax.Array:
-    """Return the lengths of rows: all the longest if `full`, else in equal steps down to the shortest."""
+    """The lengths of rows: all the longest if `full`, else in equal steps down to the shortest."""
     if full:
         return jnp.full(rows, longest, jnp.int32)
     return jnp.linspace(longest, shortest, rows).astype(jnp.int32)

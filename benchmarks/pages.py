@@ -29,7 +29,7 @@ Result = dict[str, Any]
 """The content written by `Report.save`."""
 
 CHECKS = {
-    "held_out_same_tokens": "models with transformers' tokens",
+    "held_out_same_tokens": "share of models with the same tokens as transformers",
     "held_out_error": "largest difference of a log probability",
     "decode_fp32_b1_vs_best_peer": "float32 decode, batch 1, against the best peer",
     "decode_fp32_b1_vs_hf": "float32 decode, batch 1, against transformers",
@@ -41,81 +41,87 @@ CHECKS = {
     "worst_decode_cell_vs_best_peer": "the worst of all decode figures above against the best peer",
     "prefill_vs_best_peer": "float32 prefill against the best peer",
     "prefill_int8_vs_best_peer": "int8 prefill against the best peer",
-    "decode_fp32_b1_of_read_bandwidth": "float32 decode, batch 1, of the read bandwidth",
-    "decode_fp32_b1_of_step_bandwidth": "1B parameters, float32, batch 1: all that a step reads, of the read bandwidth",
+    "decode_fp32_b1_of_read_bandwidth": "float32 decode, batch 1: share of the read bandwidth",
+    "decode_fp32_b1_of_step_bandwidth": "1B parameters, float32, batch 1: a step's share of the read bandwidth",
     "decode_int8_b1_of_step_bandwidth": "the same in int8",
     "decode_int4_b1_of_step_bandwidth": "the same in int4",
-    "decode_8k_of_bandwidth": "the same in float32 with 8192 tokens of context",
-    "products_fp32_of_bandwidth": "1B parameters, float32, one row: the products alone, of the read bandwidth",
+    "decode_8k_of_bandwidth": "the same in float32, with 8192 tokens of context",
+    "products_fp32_of_bandwidth": "1B parameters, float32, one row: share of the read bandwidth, products only",
     "products_int8_of_bandwidth": "the same in int8",
     "products_int4_of_bandwidth": "the same in int4",
-    "moe_b1_vs_dense_active": "decode step of 64 experts top-2 at batch 1, of a dense model of the active size",
+    "moe_b1_vs_dense_active": "decode step of 64 experts top-2 at batch 1, relative to a dense model of the active "
+    "size",
     "host_overhead_ms": "host overhead of a decode step, 12 layers",
-    "demo_warm_start_s": "demo, warm cache: a whole `jaxinfer generate` of 16 tokens",
+    "demo_warm_start_s": "demo model, warm cache: complete `jaxinfer generate` of 16 tokens",
     "throughput_vs_best_peer": "throughput against the best peer",
     "throughput_vs_fixed_batches": "throughput against fixed batches (transformers)",
-    "prefix_hit_ttft_gain": "time to first token, none of the prompt in the cache against 512 of 528 tokens",
-    "speculation_gain_repetitive": "speculation on text that repeats, the worse of two models",
-    "speculation_worst": "speculation on text that cannot be predicted, the worse of two models",
-    "step_gap_ms": "device waiting for the host between steps, demo model",
-    "compile_misses": "compile misses in 200 random requests after compiling ahead",
-    "queues_linear": "CPU time of each of 20,000 queued items against each of 2,000, worst of six queues, what "
-    "the process held before frozen for the collector (`gc.freeze`, as vLLM does; without that up to 2.1x)",
-    "host_ms_256_streams": "host work of a step for 256 streams of 32,000 tokens",
-    "gguf_Q8_0_off_llama_cpp": "GGUF in Q8_0, bits per byte off llama.cpp's",
-    "gguf_Q4_K_off_llama_cpp": "GGUF in Q4_K, bits per byte off llama.cpp's",
+    "prefix_hit_ttft_gain": "time to first token: gain if 512 of 528 prompt tokens are in the prefix cache",
+    "speculation_gain_repetitive": "gain by speculation on repetitive text, the worse of two models",
+    "speculation_worst": "gain by speculation on unpredictable text, the worse of two models",
+    "step_gap_ms": "idle time of the device between steps, demo model",
+    "compile_misses": "programs compiled during 200 random requests, after compiling ahead of time",
+    "queues_linear": "CPU time per queued item, for 20,000 items against 2,000; worst of six queues, after "
+    "`gc.freeze` as in vLLM (up to 2.1x without)",
+    "host_ms_256_streams": "host work per step for 256 streams of 32,000 tokens",
+    "gguf_Q8_0_off_llama_cpp": "GGUF in Q8_0: difference to llama.cpp in bits per byte",
+    "gguf_Q4_K_off_llama_cpp": "GGUF in Q4_K: difference to llama.cpp in bits per byte",
     "cap_ratio": "model bytes over the peak of memory, from disk, cap of 1 GiB",
-    "disk_of_fio": "read bandwidth from disk, of fio's",
-    "disk_cores": "cores that reading and verifying take",
-    "hidden_half": "computing takes about half as long as fetching: part of it hidden at depth 1",
-    "throughput_half": "the same: throughput, of max(fetch, compute)",
-    "hidden_balance": "computing takes about as long as fetching: part of the shorter hidden at depth 1",
-    "throughput_balance": "the same: throughput, of max(fetch, compute)",
-    "residents_overhead": "a decode pass with one of 32 layers (7 MB each) from the host's memory, of the whole "
-    "model's, the worse of CPU and wall time; median of 7 processes",
-    "streamed_speculation_gain": "tokens/s of the demo model from disk with speculation, against from disk without, on "
-    "text that repeats",
-    "plan_error": "what `jaxinfer plan` says of a pass at batch 1, off a measured one (768 MiB from disk, one device "
-    "and two)",
+    "disk_of_fio": "read bandwidth from disk, as a share of fio's",
+    "disk_cores": "cores used for reading and verifying",
+    "hidden_half": "computing takes about half as long as fetching: share of it hidden at depth 1",
+    "throughput_half": "the same: throughput, as a share of the limit by max(fetch, compute)",
+    "hidden_balance": "computing takes about as long as fetching: share of the shorter one hidden at depth 1",
+    "throughput_balance": "the same: throughput, as a share of the limit by max(fetch, compute)",
+    "residents_overhead": "time of a decode pass with one of 32 layers (7 MB each) in the host's memory, relative to "
+    "the model on the device: the worse of CPU and wall time, median of 7 processes",
+    "streamed_speculation_gain": "demo model from disk, repetitive text: tokens/s with speculation against without",
+    "plan_error": "relative error of `jaxinfer plan` for a pass at batch 1 (768 MiB from disk, one device and two)",
     "vs_accelerate_b1": "tokens/s against accelerate's disk offload, same cap, batch 1",
     "vs_accelerate_b8": "the same, batch 8",
     "vs_llamacpp": "tokens/s against llama.cpp's mmap, same cap, batch 1",
-    "gating_flops_ratio": "operations of a layer with one-hot gating, of those with tables (2,048 tokens, 128 experts)",
-    "gating_time_ratio": "the same by time",
-    "mlp_vs_dense_active": "an MLP of 64 experts top-2 for one row, of a dense one of the active size; worst shape",
-    "mlp_vs_dense_touched": "the same for 8 rows, of a dense one as large as the experts touched",
-    "grouped_vs_all_experts": "products of the chosen experts against a loop over all; least gain from 1 to 512 rows",
-    "grouped_vs_dense_active": "decode step of 64 experts top-2 at batch 1, of a dense model of the active size",
-    "grouped_vs_dense_touched": "the same at batch 8, of a dense model as large as the experts touched",
-    "vs_transformers_b1": "decode of the Qwen3-MoE at batch 1, float32: the best of transformers' three ways, of ours",
+    "gating_flops_ratio": "gating, 2,048 tokens and 128 experts: operations with one-hot matrices against tables",
+    "gating_time_ratio": "the same in time",
+    "mlp_vs_dense_active": "MLP of 64 experts top-2, one row: time relative to a dense MLP of the active size; worst "
+    "shape",
+    "mlp_vs_dense_touched": "the same for 8 rows, relative to a dense MLP as large as the experts used",
+    "grouped_vs_all_experts": "speed of products of the chosen experts against a loop over all; minimum from 1 to 512 "
+    "rows",
+    "grouped_vs_dense_active": "decode step of 64 experts top-2 at batch 1: time relative to a dense model of the "
+    "active size",
+    "grouped_vs_dense_touched": "the same at batch 8, relative to a dense model as large as the experts used",
+    "vs_transformers_b1": "decode of the Qwen3-MoE in float32, batch 1: speed against the fastest of transformers' "
+    "three ways",
     "vs_transformers_b8": "the same, batch 8",
-    "streamed_bytes_per_token": "an eighth of the model in memory: bytes read per token, of those of the experts "
-    "touched and not resident (some are chosen often)",
+    "streamed_bytes_per_token": "from disk, an eighth of the model in memory, skewed router: bytes read, relative to "
+    "the experts used and not resident",
     "streamed_vs_all_experts": "the same: tokens/s against reading all experts of each layer",
-    "streamed_vs_disk": "bandwidth while experts are read, of fio's",
-    "pcc_wire_ratio": "on a mesh, L = 2, no choice dropped: bytes that PCC sends, of those of the plain "
-    "all-to-all; the largest on 2 to 16 devices",
-    "participants_exact": "layers whose exchanges are among as many devices as in the paper, and send as many bytes as "
-    "its formulas, to the byte",
-    "families_equal": "runs of all families with experts and two without, on four meshes, with one device's tokens "
-    "(experts that do not divide over data x expert are split over fewer axes)",
-    "lane_gain": "16 requests of 32 tokens that continue for 64: two lanes of a thread each, against one lane of one",
-    "lane_gain_prompts": "the same for 448 tokens that continue for 16, added when the former had missed",
+    "streamed_vs_disk": "the same: read bandwidth, as a share of fio's",
+    "pcc_wire_ratio": "mesh with L = 2, no choice dropped: bytes that PCC sends, relative to the plain all-to-all; "
+    "maximum of 2 to 16 devices",
+    "participants_exact": "share of layers whose exchanges have the paper's number of devices and, to the byte, the "
+    "bytes of its formulas",
+    "families_equal": "share of runs with one device's tokens, on four meshes, for all families with experts and two "
+    "without",
+    "lane_gain": "16 requests, prompts of 32 tokens, answers of 64: two lanes of one thread each, against one lane of "
+    "one thread",
+    "lane_gain_prompts": "the same with prompts of 448 tokens and answers of 16 (added after the check above had "
+    "missed)",
     "import_ms": "`from jaxinfer import LLM`",
-    "cold_first_token_s": "first token, nothing compiled before",
-    "warm_first_token_s": "first token, programs kept from an earlier start",
-    "classify_two_images_cold_s": "`jaxinfer elastic classify` of two images, nothing compiled before",
-    "warm_vs_llama.cpp": "first token, programs kept, against llama.cpp",
+    "cold_first_token_s": "first token, empty compilation cache",
+    "warm_first_token_s": "first token, programs cached by an earlier start",
+    "classify_two_images_cold_s": "`jaxinfer elastic classify` of two images, empty compilation cache",
+    "warm_vs_llama.cpp": "speed until the first token, cached programs, against llama.cpp",
     "warm_vs_transformers": "the same, against transformers",
 }
 """Names of checks in the table; other checks are left out."""
 PIPELINE_CHECKS = {
-    "idle_exact": "schedules whose idle slots, planned or recorded by a compiled ring, are those of the closed form",
-    "hybrid_gain_model": "530B model in five stages (Fig. 10b), from ticks: hybrid over drained",
-    "queued_vs_drained_measured": "50 tokens for two cohorts in two stages, a thread each: queued over drained",
-    "chunk_pipeline_measured": "a prompt of 2,048 tokens, eight chunks in two stages of a thread each, over one device "
-    "of one thread in its best way",
-    "families_equal": "runs of all families that divide, in two and in four stages, with one device's tokens",
+    "idle_exact": "share of schedules whose idle slots, planned or recorded by a compiled ring, match the closed form",
+    "hybrid_gain_model": "530B model in five stages (Fig. 10b), computed from ticks: hybrid over drained",
+    "queued_vs_drained_measured": "50 tokens for two micro-batches in two stages of one thread each: queued over "
+    "drained",
+    "chunk_pipeline_measured": "a prompt of 2,048 tokens: eight chunks in two stages of one thread each, over the "
+    "fastest way on one device of one thread",
+    "families_equal": "share of runs with one device's tokens, in two and in four stages, for all families that divide",
 }
 """The same for `benchmarks.pipeline`, which has families, too."""
 SHORT_UNITS = {"": "", "x": "x", "of": ""}
@@ -150,7 +156,7 @@ def decode_section(result: Result) -> list[str]:
     paragraphs = [*_engines_of(result), *_reading_of(result["rows"]), checks_table(result)]
     if kernels is not None:
         level = kernels.get("level")
-        paragraphs[0] += f" CPU kernels: {f'a library for {level}' if level else 'none, XLA runs alone'}."
+        paragraphs[0] += f" CPU kernels: {f'compiled for {level}' if level else 'none, only XLA'}."
     return paragraphs
 
 
@@ -174,7 +180,7 @@ def _engines_of(result: Result) -> list[str]:
     shape = "" if model == OWN_MODEL else f", the shape of {model} in random weights"
     return [
         f"One request or batch{shape}: milliseconds of a prefill and of a decode step, medians of {settings['rounds']} "
-        "rounds in turn.",
+        "rounds in which engines take turns.",
         table(["engine", "dtype", *figures], lines),
     ]
 
@@ -188,7 +194,7 @@ def _reading_of(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if row["figure"] not in ("whole step", "products"):
             continue
-        what = "a step" if "context" in row else f"products, {row['rows']} {'row' if row['rows'] == 1 else 'rows'}"
+        what = "decode step" if "context" in row else f"products, {row['rows']} {'row' if row['rows'] == 1 else 'rows'}"
         rate = row["gb_per_s"] if "gb_per_s" in row else 1e3 * row["gb"] / row["step_ms"]  # results of before
         line = [row["model"], row["dtype"], what, row.get("context", ""), f"{row['step_ms']:.1f}", f"{rate:.1f}"]
         in_turn = f"{row['in_turn']:.2f}" if "in_turn" in row else ""
@@ -196,10 +202,10 @@ def _reading_of(rows: list[dict[str, Any]]) -> list[str]:
     if not lines:
         return []
     return [
-        f"Reading at batch 1: weights with their scales, and the KV cache of all layers; of {bandwidth:g} GB/s, the "
-        "best that a loop in C++ or XLA read in the run, and, in turn, of the median of what it read before and after "
-        "each round.",
-        table(["model", "dtype", "", "context", "ms", "GB/s", "of the best", "in turn"], lines),
+        "Bytes read per second. A decode step at batch 1 reads all weights with their scales, and the KV cache of all "
+        f"layers. *Of the best*: share of {bandwidth:g} GB/s, the fastest read of a C++ loop or XLA in the run. *In "
+        "turn*: share of the median read before and after each round.",
+        table(["model", "dtype", "measured", "context", "ms", "GB/s", "of the best", "in turn"], lines),
     ]
 
 
@@ -215,8 +221,8 @@ def engine_section(result: Result) -> list[str]:
     if not lines:
         return ["Many requests at once, without peers.", checks_table(result)]
     return [
-        "Many requests at once: output tokens per second of every engine in the best of its ways.",
-        table(["engine", "dtype", "requests", "way", "tokens/s"], lines),
+        "Many requests at once: output tokens per second, each engine in its best configuration.",
+        table(["engine", "dtype", "requests", "configuration", "tokens/s"], lines),
         checks_table(result),
     ]
 
@@ -226,7 +232,7 @@ def quality_section(result: Result) -> list[str]:
     rows = result["rows"]
     size = rows[0]["bytes"] // 1000
     return [
-        f"What precision costs: bits per byte of the demo model on {size} kB of the standard library, held out.",
+        f"Cost of precision: bits per byte of the demo model on {size} kB of held-out standard library code.",
         table([row["name"] for row in rows], [[f"{row['bits_per_byte']:.4f}" for row in rows]]),
     ]
 
@@ -254,13 +260,13 @@ def moe_section(result: Result) -> list[str]:
         for engine, dtype, beside in engines
     ]
     return [
-        "Mixtures of experts: milliseconds of a decode step. `mixture` has 64 experts top-2 in 4 layers, `active` and "
-        "`touched` are dense and as large as 2 and 14 of them; the other engines run a random Qwen3-MoE of 690 M "
-        "parameters, 64 experts top-8, beside one of transformers' ways at a time.",
-        table(["engine", "dtype", "beside", *figures], lines),
-        "An MLP alone, 64 experts top-2 in float32: milliseconds beside a dense one, and the share of the read "
-        "bandwidth that the experts touched take. Dense: of the size that the rows touch, up to 48 experts; for 512 "
-        "rows of the active size.",
+        "Milliseconds of a decode step. `mixture` has 64 experts top-2 in 4 layers; `active` and `touched` are dense "
+        "models of the size of 2 and 14 experts. The other rows run a random Qwen3-MoE of 690 M parameters with 64 "
+        "experts top-8. One of transformers' ways runs at a time; `in turn with` names it.",
+        table(["engine", "dtype", "in turn with", *figures], lines),
+        "One MLP of 64 experts top-2 in float32, and a dense MLP for comparison, in milliseconds. The dense one is as "
+        "large as the experts that the rows use, up to 48; for 512 rows it has the active size. *Of bandwidth*: share "
+        "of the read bandwidth at which the used experts are read.",
         _mlp_table(result["rows"]),
         "From disk, decoding one sequence of random tokens in float32:",
         _expert_streaming_table(result["rows"]),
@@ -283,14 +289,14 @@ def _mlp_table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in mlps
     ]
-    return table(["width, hidden", "rows", "experts touched", "experts", "dense", "ratio", "of bandwidth"], lines)
+    return table(["width, hidden", "rows", "experts used", "experts, ms", "dense, ms", "ratio", "of bandwidth"], lines)
 
 
 def _expert_streaming_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
             row["router"],
-            f"{row['experts']}, {row['slots']} stay",
+            f"{row['experts']}, {row['slots']} resident",
             f"{row['model_bytes'] / 1e9:.2f} in {row['cap_bytes'] / 1e9:.2f}",
             *(f"{row[name]:.{places}f}" for name, places in (("hits", 2), ("tokens_per_s", 1))),
             f"{row['all_experts_tokens_per_s']:.1f}",
@@ -299,7 +305,7 @@ def _expert_streaming_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row["figure"] == "streaming"
     ]
-    return table(["router", "experts", "GB", "were there", "tokens/s", "reading all", "GB/s, of fio's"], lines)
+    return table(["router", "experts", "GB", "hit rate", "tokens/s", "tokens/s, reading all", "GB/s, of fio's"], lines)
 
 
 EXCHANGES = ("all_to_all", "pcc", "pcc_all_gather", "all_gather")
@@ -322,14 +328,16 @@ def _meshes_of_experts(rows: list[dict[str, Any]]) -> list[str]:
         if row["figure"] == "lanes":
             lanes[row["way"]].append(f"{row['tokens_per_s']:,.0f} ({min(row['all']):,.0f} to {max(row['all']):,.0f})")
     return [
-        "A layer of 16 experts top-2 of width 64 in float32 on 16 devices, one expert on each: kB that a device sends, "
-        "by its compiled program. L devices have the same T tokens; with p devices, p / L lanes have others. Rows of "
-        "capacity have 1.25 times an expert's even share of the choices; elsewhere an expert takes all T tokens.",
+        "kB that a device sends, by its compiled program, for a layer of 16 experts top-2 of width 64 in float32 on 16 "
+        "devices, one expert on each. L devices have the same T tokens. With p devices there are p / L lanes of "
+        "different tokens. With a capacity of 1.25, an expert takes at most 1.25 times its even share of the choices; "
+        "without one, up to all T tokens.",
         table(["T", "capacity", "L", "p / L", *(f"`{name}`" for name in EXCHANGES)], exchanges),
-        "16 requests to a dense model of 56 M parameters in float32: tokens per second, of prompts and answers, median "
-        "and range of rounds in turn. While answers are written, each lane reads all weights for its half of the rows.",
+        "16 requests to a dense model of 56 M parameters in float32: tokens per second of prompts and answers, median "
+        "and range of rounds in which all ways take turns. During answers, each lane reads all weights for its half of "
+        "the rows.",
         table(
-            ["way", "448 tokens that continue for 16", "32 that continue for 64"],
+            ["way", "prompts of 448, answers of 16", "prompts of 32, answers of 64"],
             [[way, *cells] for way, cells in lanes.items()],
         ),
     ]
@@ -337,7 +345,7 @@ def _meshes_of_experts(rows: list[dict[str, Any]]) -> list[str]:
 
 def streaming_section(result: Result) -> list[str]:
     """Write the checks, and a summary of the rows."""
-    return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
+    return ["A model with 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
 
 
 def start_section(result: Result) -> list[str]:
@@ -345,8 +353,9 @@ def start_section(result: Result) -> list[str]:
     rows = [row for row in result["rows"] if row["figure"] == "first token"]
     lines = [[engine_name(row["engine"]), f"{row['s']:.2f}", f"{min(row['all_s']):.2f}"] for row in rows]
     return [
-        "Seconds from the start of a process to its first token, median and least of rounds in turn.",
-        table(["engine", "s", "least"], lines),
+        "Seconds from the start of a process to its first token: median and minimum of rounds in which engines take "
+        "turns.",
+        table(["engine", "median", "minimum"], lines),
         checks_table(result),
     ]
 
@@ -355,8 +364,8 @@ def held_out_section(result: Result) -> list[str]:
     """Write how many models of each family have transformers' tokens, and the checks."""
     lines = [[row["family"], f"{row['same']} of {row['models']}", f"{row['error']:.0e}"] for row in result["rows"]]
     return [
-        "Random models that no test has, 64 greedy tokens after prompts of 1, 13 and 30, float32: those with all of "
-        "transformers' tokens, and the largest difference of a log probability.",
+        "Random models that no test contains, in float32: models that generate the same 64 greedy tokens as "
+        "transformers after prompts of 1, 13 and 30 tokens, and the largest difference of a log probability.",
         table(["`model_type`", "same tokens", "nats"], lines),
         checks_table(result),
     ]
@@ -379,16 +388,17 @@ def pipeline_section(result: Result) -> list[str]:
         if row["figure"] == "hybrid"
     ]
     return [
-        "Stages of a pipeline. Two CPU devices of a thread each, a Llama of 57 M parameters in float32: tokens per "
-        f"second, median and range. By closed forms queued is {closed['queued_vs_drained']:.2f}x drained, and eight "
-        f"chunks in two stages are {closed['chunk_pipeline']:.2f}x one device.",
-        table(["way", "of", "tokens/s"], devices),
-        "Slots (ticks times stages) without work, of P stages, M micro-batches and G tokens of each:",
+        "Tokens per second (median and range) of two CPU devices of one thread each, with a Llama of 57 M parameters "
+        f"in float32. The closed forms predict {closed['queued_vs_drained']:.2f}x for queued over drained, and "
+        f"{closed['chunk_pipeline']:.2f}x for eight chunks in two stages over one device.",
+        table(["way", "phase", "tokens/s"], devices),
+        "Idle slots (of ticks times stages) with P stages, M micro-batches and G tokens per micro-batch:",
         _idle_table(rows),
-        "What schedules take of the paper's models, in seconds, from ticks: prompts of 512 tokens and 50 tokens each "
-        "in P micro-batches, hybrid prompts in 4 P. Prompts take a stage as long as their products (0.76 of 312 "
-        "TFLOP/s), however they are divided; a tick of generation as long as reading its weights (0.95 of 1.555 TB/s).",
-        table(["model", "P", "sequences", "prompts of a stage", "tick", "drained", "queued", "hybrid", "gain"], hybrid),
+        "Seconds that each schedule needs for the paper's models, computed from ticks. Each sequence has a prompt of "
+        "512 tokens and generates 50, in P micro-batches; hybrid scheduling divides prompts into 4 P. A stage's time "
+        "for the prompts is that of their products (0.76 of 312 TFLOP/s), however they are divided. A tick of "
+        "generation takes as long as reading the stage's weights (0.95 of 1.555 TB/s).",
+        table(["model", "P", "sequences", "prompts, one stage", "tick", "drained", "queued", "hybrid", "gain"], hybrid),
         checks_table(result, CHECKS | PIPELINE_CHECKS),
     ]
 

@@ -6,5 +6,5 @@ WIDTH = 120
 
 
 def wrapped(text: str, *, indent: int = 0) -> str:
-    """Return a paragraph in lines of WIDTH, all but the first indented."""
+    """A paragraph in lines of WIDTH, all but the first indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

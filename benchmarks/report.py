@@ -90,7 +90,7 @@ class Report:
         print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}", flush=True)
 
     def result(self) -> dict[str, Any]:
-        """Return all that `save` writes."""
+        """All that `save` writes."""
         return {
             "machine": machine(),
             "commit": self.commit,
@@ -173,12 +173,12 @@ def caption(result: Mapping[str, Any], what: str) -> str:
 
 
 def today() -> str:
-    """Return the date in UTC, as in 2026-01-31."""
+    """The date in UTC, as in 2026-01-31."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def version(package: str) -> str:
-    """Return the version of a package, or "not installed"."""
+    """The version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -186,7 +186,7 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, with "+changes" if the working tree differs from it in more than results."""
+    """The measured commit, with "+changes" if the working tree differs from it in more than results."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()

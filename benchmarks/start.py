@@ -39,7 +39,7 @@ sys.stdin.read()
 
 
 def first_line(command: list[str | Path], **environment: str) -> tuple[float, dict]:
-    """Return the seconds from the start of a process to the line that it prints, and the JSON object in that."""
+    """The seconds from the start of a process to the line that it prints, and the JSON object in that."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     start = time.perf_counter()
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -71,7 +71,7 @@ def write_images(folder: Path) -> list[Path]:
 
 
 def classify(images: list[Path], cache: Path) -> float:
-    """Return the seconds of `jaxinfer elastic classify` of these images."""
+    """Compute the seconds of `jaxinfer elastic classify` of these images."""
     start = time.perf_counter()
     subprocess.run(
         [JAXINFER, "elastic", "classify", VIT, *images, "--task", "digits"],

@@ -169,7 +169,7 @@ def find_peers(given: Path | None, modules: tuple[str, ...] = LANGUAGE_MODULES) 
 
 
 def missing_modules(python: Path, modules: tuple[str, ...]) -> list[str]:
-    """Return the modules that an interpreter lacks."""
+    """The modules that an interpreter lacks."""
     code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 

@@ -93,7 +93,7 @@ class GgufFile:
             self._add(header, name, GgufTensor(shape, self._known_type(name, type_), start + offset))
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor: floats as they are stored, all other types as float32."""
+        """Read a tensor: floats as they are stored, all other types as float32."""
         tensor = self.tensors[name]
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
@@ -110,7 +110,7 @@ class GgufFile:
             return _Type(number)
         kind = _Type(number).name if number in list(_Type) else f"type {number}"
         raise CheckpointError(
-            f"{self.path}: {name} is stored as {kind}, which is not implemented; take a file in "
+            f"{self.path}: {name} is stored as {kind}, which is not implemented; use a file in "
             f"{', '.join(known.name for known in TYPES)}."
         )
 
@@ -119,7 +119,7 @@ class GgufFile:
         if name in self.tensors or not tensor.shape or tensor.shape[-1] % values:
             raise header.corrupt(f"{name} {list(tensor.shape)} in {tensor.type.name}")
         if tensor.offset + tensor.bytes > header.size:
-            raise CheckpointError(f"{self.path}: truncated, as {name} ends beyond {header.size} bytes; fetch it again.")
+            raise CheckpointError(f"{self.path}: truncated: {name} exceeds its {header.size} bytes; fetch it again.")
         self.tensors[name] = tensor
 
     def _count(self, key: str, default: int) -> int:
@@ -147,10 +147,10 @@ class _Header:
     def begin(self) -> tuple[int, int]:
         """Read how many tensors and how many entries of metadata there are."""
         if self._file.read(4) != b"GGUF":
-            raise CheckpointError(f"{self._path}: not a GGUF file; give one, or a Hugging Face directory.")
+            raise CheckpointError(f"{self._path}: not a GGUF file; name one, or a Hugging Face directory.")
         version = self.number("<I")
         if version and not version & 0xFFFF:
-            raise CheckpointError(f"{self._path}: big-endian, which is not implemented; take a little-endian file.")
+            raise CheckpointError(f"{self._path}: big-endian, which is not implemented; use a little-endian file.")
         if version not in (2, 3):
             raise CheckpointError(
                 f"{self._path}: version {version} of GGUF is not implemented, only 2 and 3; convert the model again."
@@ -197,5 +197,5 @@ class _Header:
 
     def _take(self, count: int) -> bytes:
         if count > self.size - self._file.tell():
-            raise self.corrupt(f"its header goes on beyond {self.size} bytes")
+            raise self.corrupt(f"its header exceeds its {self.size} bytes")
         return self._file.read(count)

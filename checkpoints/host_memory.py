@@ -24,7 +24,7 @@ ARRAY_ALIGNMENT = 64
 
 
 def aligned(size: int, alignment: int = ALIGNMENT) -> int:
-    """Return the least multiple of the alignment that has room for so many bytes.
+    """The least multiple of the alignment that has room for so many bytes.
 
     >>> aligned(5000)
     8192
@@ -56,7 +56,7 @@ def slice_start(index: Any) -> tuple[int, ...]:
 def array_of_parts(
     shape: tuple[int, ...], parts: Mapping[tuple[int, ...], np.ndarray], sharding: Sharding
 ) -> jax.Array:
-    """Return an array, placed on its devices, from its parts by where they begin; on a CPU it is the parts."""
+    """An array, placed on its devices, from its parts by where they begin; on a CPU it is the parts."""
     places = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [jax.device_put(parts[slice_start(index)], device) for device, index in places.items()]
@@ -84,7 +84,7 @@ class WeightMemory:
     def _copy(self, part: np.ndarray) -> np.ndarray:
         size = aligned(part.nbytes, ARRAY_ALIGNMENT)
         if size > self._free.nbytes:
-            raise ValueError(f"an array of {size} bytes does not fit into the {self._free.nbytes} that are left.")
+            raise ValueError(f"an array of {size} bytes does not fit into the {self._free.nbytes} free bytes.")
         copy = self._free[: part.nbytes].view(part.dtype).reshape(part.shape)
         self._free = self._free[size:]
         np.copyto(copy, part)

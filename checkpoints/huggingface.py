@@ -61,7 +61,7 @@ class SafetensorsFolder:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
-        """Return a copy of one tensor, or of one index of its first dimension."""
+        """Read a copy of one tensor, or of one index of its first dimension."""
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES.values():
             raise CheckpointError(
@@ -73,7 +73,7 @@ class SafetensorsFolder:
 
 
 def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if an optional file does not exist."""
+    """Read the object in a JSON file; empty if an optional file does not exist."""
     if not path.is_file():
         if required:
             raise CheckpointError(f"{path}: no such file; a Hugging Face directory needs it.")
@@ -85,7 +85,7 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def read_index(path: pathlib.Path) -> dict[str, set[str]]:
-    """Return the names of the tensors in each file that the index of a directory lists."""
+    """Read the names of the tensors in each file that the index of a directory lists."""
     try:
         weight_map = msgspec.convert(read_json(path / INDEX, required=True).get("weight_map"), dict[str, str])
     except msgspec.ValidationError as error:
@@ -97,7 +97,7 @@ def read_index(path: pathlib.Path) -> dict[str, set[str]]:
 
 
 def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """Return each safetensors file, and the names that the index expects in it."""
+    """Each safetensors file, and the names that the index expects in it."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: not a safetensors file; {_CONVERT_PICKLE}.")

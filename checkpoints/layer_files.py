@@ -98,7 +98,7 @@ class LayersManifest:
     checksum: int = 0
 
     def encoded(self) -> bytes:
-        """Return all but the checksum, as JSON."""
+        """All but the checksum, as JSON."""
         return msgspec.json.encode(dataclasses.replace(self, checksum=0))
 
 
@@ -127,7 +127,7 @@ class LayerFiles:
 
     @property
     def _remedy(self) -> str:
-        return f"remove {self.folder}, and it is written again"
+        return f"remove {self.folder}; the next run writes it again"
 
     def check(self, layers: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
         """Raise CheckpointError unless these are the leaves of the layers, in this order and divided so."""
@@ -144,7 +144,7 @@ class LayerFiles:
                 raise CheckpointError(f"{layer.title}: {self.folder / layer.file}: {what}; {self._remedy}.")
 
     def blocks(self, layer: int) -> range:
-        """Return the offsets of a layer's blocks."""
+        """The offsets of a layer's blocks."""
         return range(0, self.layers[layer].bytes, self._block_bytes)
 
     def describe(self, layer: int, offset: int) -> str:
@@ -178,7 +178,7 @@ class LayerFiles:
         raise CheckpointError(f"{self.describe(layer, offset)}: {problem}.")
 
     def views(self, layer: int, buffer: np.ndarray) -> list[dict[tuple[int, ...], np.ndarray]]:
-        """Return the slices of each leaf by where they begin, as views of a buffer (uint8) that has the layer."""
+        """The slices of each leaf by where they begin, as views of a buffer (uint8) that has the layer."""
 
         def view(leaf: StoredLeaf, part: StoredSlice) -> np.ndarray:
             dtype = np.dtype(leaf.dtype)
@@ -306,9 +306,9 @@ def write_layers(
             _write(made / MANIFEST, msgspec.json.encode(manifest))
             made.rename(folder)
     except OSError as error:
-        remedy = "make room, or " if error.errno == errno.ENOSPC else ""
+        remedy = "free some space, or " if error.errno == errno.ENOSPC else ""
         raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror or error}); {remedy}name another folder by layer_files."
+            f"{folder}: cannot be written ({error.strerror or error}); {remedy}set layer_files to another folder."
         ) from error
 
 
@@ -375,13 +375,13 @@ def _read_manifest(folder: pathlib.Path) -> LayersManifest:
         content = file.read_bytes()
         if (version := msgspec.json.decode(content, type=_Format).format) != FORMAT:
             raise CheckpointError(
-                f"{file}: format={version} is not known to this version (it reads {FORMAT}); remove {folder}."
+                f"{file}: format={version} is unknown, this version of jaxinfer reads {FORMAT}; remove {folder}."
             )
         manifest = msgspec.json.decode(content, type=LayersManifest)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{file}: damaged ({error}); remove {folder}, and it is written again.") from error
+        raise CheckpointError(f"{file}: damaged ({error}); remove {folder}; the next run writes it again.") from error
     blocks = manifest.block_bytes
     sound = blocks > 0 and not blocks % ALIGNMENT and manifest.checksum == crc32c.crc32c(manifest.encoded())
     if not sound or any(len(layer.crc32c) != -(-layer.bytes // blocks) for layer in manifest.layers):
-        raise CheckpointError(f"{file}: damaged (its checksum differs); remove {folder}, and it is written again.")
+        raise CheckpointError(f"{file}: damaged (its checksum differs); remove {folder}; the next run writes it again.")
     return manifest

@@ -20,7 +20,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OrbaxFolder | SingleFile:
     path = pathlib.Path(path)
     many, single = (path / MANIFEST).is_file(), (path / SINGLE_FILE).is_file()
     if many and single:
-        raise CheckpointError(f"{path}: has {MANIFEST} and {SINGLE_FILE}, which are of two models; remove one of them.")
+        raise CheckpointError(f"{path}: has both {MANIFEST} and {SINGLE_FILE}, which are two models; remove one.")
     if single:
         return SingleFile(path)
     if many:
@@ -37,7 +37,7 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a model directory, after checking that everything is there with its size."""
+    """Read the manifest of a model directory, after checking that everything is there with its size."""
     return open_checkpoint(path).manifest
 
 
@@ -51,7 +51,7 @@ def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] =
 
 
 def read_file(path: str | os.PathLike[str], name: str) -> bytes | None:
-    """Return the content of a file beside the weights, such as `config.json`, or None if there is none."""
+    """Read the content of a file beside the weights, such as `config.json`, or None if there is none."""
     path = pathlib.Path(path)
     if (path / SINGLE_FILE).is_file():
         text = SingleFile(path).texts.get(name)

@@ -83,13 +83,13 @@ class Manifest:
         return sum(leaf.bytes for leaf in self.leaves.values())
 
     def leaf(self, name: str) -> Leaf:
-        """Return a leaf, or a part of one, by its name."""
+        """A leaf, or a part of one, by its name."""
         whole, index = part_of(name)
         return self.leaves[whole] if index is None else self.leaves[whole].part
 
 
 def part_name(name: str, index: int) -> str:
-    """Return the name that a part of a leaf is stored under: no dot, since names of leaves may end in numbers.
+    """The name that a part of a leaf is stored under: no dot, since names of leaves may end in numbers.
 
     >>> part_name("layers.0.mlp.experts.down.weight", 7)
     'layers.0.mlp.experts.down.weight@7'
@@ -98,7 +98,7 @@ def part_name(name: str, index: int) -> str:
 
 
 def part_of(name: str) -> tuple[str, int | None]:
-    """Return the leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
+    """The leaf that a name is of, and which part of it (`Leaf.parts`); None: the whole leaf.
 
     >>> part_of("layers.0.mlp.experts.down.weight@7")
     ('layers.0.mlp.experts.down.weight', 7)
@@ -129,7 +129,7 @@ def decode_manifest(content: bytes, file: pathlib.Path) -> Manifest:
     reads = f"format={version} and this version reads {FORMAT}"
     if version < FORMAT:
         raise CheckpointError(
-            f"{file}: {reads}: an older jaxinfer wrote it, with other names of weights; convert the model again, or "
-            "register the task again."
+            f"{file}: {reads}: an older version of jaxinfer wrote it; convert the model again, or register the task "
+            "again."
         )
     raise CheckpointError(f"{file}: {reads}; update jaxinfer.")

@@ -54,11 +54,11 @@ class OrbaxFolder:
             )
 
     def sha256(self, name: str, progress: Callable[[int], None]) -> str:
-        """Return the sha256 of a file as it is now. `progress` receives the bytes just read."""
+        """The sha256 of a file as it is now. `progress` receives the bytes just read."""
         return _sha256(inside(self.path, name), progress)
 
     def open_leaves(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the TensorStores of leaves, or parts of leaves, of which nothing but metadata is read.
+        """Open the TensorStores of leaves, or parts of leaves, of which nothing but metadata is read.
 
         TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model. It goes by
         metadata of its own, which must be what the manifest says.

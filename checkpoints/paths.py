@@ -6,7 +6,7 @@ from jaxinfer.checkpoints.errors import CheckpointError
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the file of a folder that has this name, such as "state/_METADATA".
+    """The file of a folder that has this name, such as "state/_METADATA".
 
     Links are followed, since caches of downloads are made of them; who can make them can write anything there.
     Raises CheckpointError for a name that leads out of the folder.
@@ -16,12 +16,12 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
     """
     path = pathlib.PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
-        raise CheckpointError(f"{folder}: names a file {name!r}, which is not in it; fetch or convert the model again.")
+        raise CheckpointError(f"{folder}: names a file {name!r} outside of it; fetch or convert the model again.")
     return folder / path
 
 
 def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
-    """Return the GGUF file that a path names: itself, or the one in a directory of nothing else; None for other paths.
+    """Find the GGUF file that a path names: itself, or the one in a directory of nothing else; None for other paths.
 
     Raises CheckpointError for a file that is not there, and for a directory with several.
     """
@@ -33,5 +33,5 @@ def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
-        raise CheckpointError(f"{path}: {len(files)} GGUF files ({files[0].name}, ...); give the path of one.")
+        raise CheckpointError(f"{path}: {len(files)} GGUF files ({files[0].name}, ...); name one of them.")
     return files[0] if files else None

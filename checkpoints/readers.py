@@ -31,7 +31,7 @@ class Readers:
         return self._threads.submit(function, *args, **kwargs)
 
     def result[Made](self, read: InterruptibleFuture[Made], what: str) -> Made:
-        """Return the result of a read, or raise its error.
+        """The result of a read, or raise its error.
 
         Raises CheckpointError, which names `what` it reads, if that takes more than `READ_SECONDS`, or after `close`.
         """
@@ -39,9 +39,9 @@ class Readers:
         while not read.wait(min(left, INTERVAL)) and not self._closed:
             left = self._since(read) + READ_SECONDS - time.monotonic()
             if left <= 0:
-                raise CheckpointError(f"{what}: not read within {READ_SECONDS:g} s, so given up; check the disk.")
+                raise CheckpointError(f"{what}: not read within {READ_SECONDS:g} s; check the disk.")
         if self._closed:
-            raise CheckpointError(f"{what}: no longer read, since its reader was closed.")
+            raise CheckpointError(f"{what}: not read, because its reader was closed.")
         return read.result()
 
     def _since(self, read: InterruptibleFuture[Any]) -> float:

@@ -32,7 +32,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     only: Callable[[str], bool] | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the weights of a model directory by dotted path; options as in `stream`."""
+    """Load the weights of a model directory by dotted path; options as in `stream`."""
     return dict(stream(path, mesh=mesh, dtype=dtype, only=only))
 
 

@@ -82,22 +82,24 @@ class SingleFile:
             content = self.texts.pop(MANIFEST).encode()
             del self.texts[_DIGEST]
         except (KeyError, msgspec.ValidationError) as error:
-            raise CheckpointError(f"{self._file}: another program's ({error}); convert the model again.") from error
+            raise CheckpointError(
+                f"{self._file}: not written by jaxinfer ({error}); convert the model again."
+            ) from error
         self.manifest: Manifest = decode_manifest(content, self._file)
         if tensors != (expected := _tensors(self.manifest.leaves)):
             differing = sorted(name for name in tensors | expected if tensors.get(name) != expected.get(name))
             raise CheckpointError(
-                f"{self._file}: {', '.join(differing)} stored otherwise than {MANIFEST} says; copy or convert again."
+                f"{self._file}: {', '.join(differing)} not stored as in {MANIFEST}; copy or convert again."
             )
         self._offsets = {f"{STATE}/{name}": tensor.data_offsets for name, tensor in tensors.items()}
         if self.manifest.files.keys() != self._offsets.keys() | self.texts.keys():
-            raise CheckpointError(f"{self._file}: holds other files than {MANIFEST} says; copy or convert again.")
+            raise CheckpointError(f"{self._file}: its files differ from {MANIFEST}; copy or convert again.")
         size = self._start + sum(leaf.bytes for leaf in self.manifest.leaves.values())
         if (actual := self._file.stat().st_size) != size:
             raise CheckpointError(f"{self._file}: has {actual} bytes instead of {size}; copy or convert again.")
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        """Return the header and where the weights begin. Raises CheckpointError unless it is as it was written."""
+        """Read the header and where the weights begin. Raises CheckpointError unless it is as it was written."""
         with self._file.open("rb") as stream:
             length = stream.read(_LENGTH_BYTES)
             size = int.from_bytes(length, "little")
@@ -108,14 +110,14 @@ class SingleFile:
             written = content.replace(digest.encode(), _ZEROS.encode(), 1)
         except (msgspec.DecodeError, UnicodeError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{self._file}: its header is damaged, or another program's ({error}); copy or convert again."
+                f"{self._file}: its header is damaged or not written by jaxinfer ({error}); copy or convert again."
             ) from error
         if digest != _sha256(length + written):
             raise CheckpointError(f"{self._file}: sha256 of its header differs; copy or convert again.")
         return header, _LENGTH_BYTES + size
 
     def content(self, name: str) -> bytes:
-        """Return the bytes of one of the manifest's files, unchecked."""
+        """The bytes of one of the manifest's files, unchecked."""
         if name in self.texts:
             return self.texts[name].encode()
         begin, end = self._offsets[name]
@@ -124,7 +126,7 @@ class SingleFile:
             return stream.read(end - begin)
 
     def sha256(self, name: str, progress: Callable[[int], None]) -> str:
-        """Return the sha256 of one of the manifest's files as it is now. `progress` receives its bytes."""
+        """The sha256 of one of the manifest's files as it is now. `progress` receives its bytes."""
         content = self.content(name)
         progress(len(content))
         return _sha256(content)
@@ -179,19 +181,19 @@ def require_small(path: pathlib.Path, size: int) -> None:
     """Raise CheckpointError if so many bytes are too many for a single file."""
     if size > MAX_BYTES:
         raise CheckpointError(
-            f"{path}: {size / 2**20:.1f} MiB are too much for a single file, which has {MAX_BYTES >> 20} MiB at most; "
-            "write it in the layout orbax."
+            f"{path}: {size / 2**20:.1f} MiB exceed the {MAX_BYTES >> 20} MiB that a single file may have; use the "
+            "layout orbax."
         )
 
 
 def _text(path: pathlib.Path, name: str, content: bytes) -> str:
     if name in (MANIFEST, _DIGEST):
-        raise CheckpointError(f"{path}: {name} has another meaning in a single file; rename it.")
+        raise CheckpointError(f"{path}: the name {name} is reserved in a single file; rename it.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{path}: {name} is not text ({error}), which a single file needs; write it in the layout orbax."
+            f"{path}: {name} is not text ({error}), which a single file requires; use the layout orbax."
         ) from error
 
 
@@ -199,7 +201,7 @@ def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, _Tensor]:
     """Return where each leaf is: one after the other, the widest numbers first so that all of them are aligned."""
     for name, leaf in leaves.items():
         if leaf.dtype not in _DTYPES:
-            raise CheckpointError(f"{name}: safetensors has no dtype {leaf.dtype}; write it in the layout orbax.")
+            raise CheckpointError(f"{name}: safetensors has no dtype {leaf.dtype}; use the layout orbax.")
     tensors, begin = {}, 0
     for name, leaf in sorted(leaves.items(), key=lambda item: (-np.dtype(item[1].dtype).itemsize, item[0])):
         tensors[name] = _Tensor(_DTYPES[leaf.dtype], leaf.shape, (begin, begin + leaf.bytes))

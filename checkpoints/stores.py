@@ -47,14 +47,14 @@ class Fetch(Protocol):
         ...
 
     def arrays(self) -> list[jax.Array]:
-        """Return its leaves on the devices, in the order in which programs take them; waits for a disk.
+        """Its leaves on the devices, in the order in which programs take them; waits for a disk.
 
         Raises CheckpointError if it cannot be read, or not in time.
         """
         ...
 
     def settle(self) -> list[jax.Array]:
-        """Return its leaves when they are there, for use until `release`, however long that is."""
+        """Its leaves when they are there, for use until `release`, however long that is."""
         ...
 
     def release(self) -> None:
@@ -175,12 +175,12 @@ class HostStore(LayerStore):
 
 
 def _bytes(array: jax.Array) -> int:
-    """Return the bytes of an array's parts on all devices together."""
+    """The bytes of an array's parts on all devices together."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 def to_host(array: jax.Array) -> jax.Array:
-    """Return the array in the host's memory, divided as on the devices, whose copy is freed."""
+    """The array in the host's memory, divided as on the devices, whose copy is freed."""
     moved = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
     moved.block_until_ready()
     array.delete()
@@ -242,7 +242,7 @@ class _FromDisk:
         self._give_back()
 
     def settle(self) -> list[jax.Array]:
-        """Return the arrays when they are there; a buffer that is not their memory is free for the next layer."""
+        """The arrays when they are there; a buffer that is not their memory is free for the next layer."""
         arrays = jax.block_until_ready(self.arrays())
         if not self._store.aliases:
             self._give_back()
@@ -287,7 +287,7 @@ class Staging:
         self._late: list[tuple[np.ndarray, list[InterruptibleFuture[Any]]]] = []
 
     def take(self, size: int) -> np.ndarray:
-        """Return a buffer of exactly this size; what was in it is undefined.
+        """Compute a buffer of exactly this size; what was in it is undefined.
 
         Waits at most `TAKE_SECONDS` for one that is read to, before it makes one.
         """

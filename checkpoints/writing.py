@@ -259,6 +259,6 @@ def _open_own(directory: pathlib.Path) -> int:
     status = os.fstat(handle)
     if status.st_uid != os.geteuid():
         os.close(handle)
-        raise CheckpointError(f"{directory}: belongs to another user; have it removed.")
+        raise CheckpointError(f"{directory}: belongs to another user; ask its owner to remove it.")
     os.fchmod(handle, stat.S_IMODE(status.st_mode) & ~0o077)
     return handle

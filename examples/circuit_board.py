@@ -313,7 +313,7 @@ class Marks(NamedTuple):
 
 
 def candidates(cfg: YoloConfig) -> np.ndarray:
-    """Return each candidate's cell centre, stride and anchor size, [N, 5]."""
+    """Compute each candidate's cell centre, stride and anchor size, [N, 5]."""
     rows = []
     for stride, anchors in zip(STRIDES, cfg.anchors, strict=True):
         cells = (np.arange(cfg.image_size // stride) + 0.5) * stride

@@ -26,7 +26,7 @@ DIVISION = Division(test_share=0.25, test_seed=1)
 
 
 def right_answers(service: Service, name: str, test: Dataset, level: int) -> tuple[float, float]:
-    """Return the share of right answers, and images per second."""
+    """The share of right answers, and images per second."""
     begun = time.perf_counter()
     answers = service.classify(test.images, name, level)
     seconds = time.perf_counter() - begun

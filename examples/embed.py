@@ -77,7 +77,7 @@ def embed(model_dir: Path, level: int = 0) -> np.ndarray:
 
 
 def compare(vectors: np.ndarray, work_dir: Path, python: str) -> float:
-    """Return the minimum cosine between our vectors and those of transformers in another interpreter."""
+    """Compute the minimum cosine between our vectors and those of transformers in another interpreter."""
     hf_dir = str(work_dir / "all-MiniLM-L6-v2-hf")
     command = (python, "-c", REFERENCE, hf_dir, json.dumps(SENTENCES))
     reference = np.array(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))

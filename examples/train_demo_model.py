@@ -363,7 +363,7 @@ class Trainer:
         return TrainState(jnp.int32(0), jnp.float32(0), params, self.optimizer.init(params))
 
     def model(self, params: dict[str, jax.Array]) -> Decoder:
-        """Return the Decoder with these weights."""
+        """The Decoder with these weights."""
         return nnx.merge(self.graphdef, nnx.State(jax.tree.unflatten(self.treedef, [params[n] for n in self.names])))
 
     def loss(self, params: dict[str, jax.Array], batch: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -80,7 +80,7 @@ class Batch(NamedTuple):
 
 
 def without_test(name: str, size: int) -> Dataset:
-    """Return the images of a task that may be trained on."""
+    """The images of a task that may be trained on."""
     return load_dataset(name, size).split(DIVISION.test_share, seed=DIVISION.test_seed)[0]
 
 

@@ -39,7 +39,7 @@ class Choices:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Mapping[str, str]]) -> "Choices":
-        """Return the choices of {operation: {shapes: implementation's name}}."""
+        """The choices of {operation: {shapes: implementation's name}}."""
         return cls(tuple(sorted((op, key, name) for op, names in table.items() for key, name in names.items())))
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class Choices:
         return {(operation, shapes): name for operation, shapes, name in self.entries}
 
     def order(self, call: "Call") -> tuple[Implementation, ...]:
-        """Return a call's implementations, the one that was measured to be the fastest first."""
+        """A call's implementations, the one that was measured to be the fastest first."""
         chosen = self._by_call.get((call.operation, call.shapes))
         return tuple(sorted(call.candidates, key=lambda candidate: candidate.name != chosen))
 
@@ -86,7 +86,7 @@ class Call:
 
 
 def preferred(call: Call) -> tuple[Implementation, ...]:
-    """Return the candidates of a call in the order in which they are tried, and record the call if somebody asks."""
+    """The candidates of a call in the order in which they are tried, and record the call if somebody asks."""
     if (calls := _recorded.get()) is not None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.args)  # a trace must not be kept
         calls.append(dataclasses.replace(call, args=shapes))
@@ -105,7 +105,7 @@ def recorded_calls() -> Iterator[list[Call]]:
 
 
 def supported(call: Call) -> tuple[Implementation, ...]:
-    """Return the candidates that take a call's arguments.
+    """The candidates that take a call's arguments.
 
     Not a composition where XLA has another way to compute the whole on this platform: its parts are measured on their
     own. It stays beside a kernel in C++, which takes the place of its parts.
@@ -124,7 +124,7 @@ def supported(call: Call) -> tuple[Implementation, ...]:
 
 
 def fastest(call: Call, seconds: Mapping[str, float]) -> str:
-    """Return the implementation to run: the first in the order of preference, unless another is clearly faster."""
+    """The implementation to run: the first in the order of preference, unless another is clearly faster."""
     first = next(candidate.name for candidate in call.candidates if candidate.name in seconds)
     best = min(seconds, key=lambda name: seconds[name])
     return best if seconds[best] < CLEARLY_FASTER * seconds[first] else first
@@ -153,7 +153,7 @@ def measure(call: Call, *, rounds: int = 5, seconds: float = 0.05) -> dict[str, 
 
 
 def _time(program: Any, args: Sequence[Any], seconds: float) -> float:
-    """Return the seconds of a call, from as many as take this long together."""
+    """Compute the seconds of a call, from as many as take this long together."""
     calls, begin = 0, time.perf_counter()
     while (taken := time.perf_counter() - begin) < seconds:
         jax.block_until_ready(program(*args))

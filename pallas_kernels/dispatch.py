@@ -78,7 +78,7 @@ class Operation:
         raise AssertionError(f"{self.name} has no implementation for {platforms[0]}")
 
     def candidates(self, platform: str) -> tuple[Implementation, ...]:
-        """Return the implementations for a platform, in order of preference."""
+        """The implementations for a platform, in order of preference."""
         kernels = None if self.disabled else _platform_of_kernels(platform)
         return tuple(
             candidate
@@ -94,7 +94,7 @@ class Operation:
     def _callable(
         self, implementation: Implementation, platforms: tuple[str, ...], static: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Return the function to call: the implementation, or one that chooses among platforms when it is lowered."""
+        """The function to call: the implementation, or one that chooses among platforms when it is lowered."""
         implementation.check()
         differs = len(platforms) > 1 and self.candidates(platforms[1])[0] is not implementation
         if interpreting() or not (differs or implementation.platform == "cuda"):
@@ -109,7 +109,7 @@ def _jitted(
     platforms: tuple[str, ...],
     static: tuple[tuple[str, Any], ...],
 ) -> Callable[..., Any]:
-    """Return an implementation under `jit`, with that of the second of two platforms beside it, if any are given.
+    """An implementation under `jit`, with that of the second of two platforms beside it, if any are given.
 
     A program calls an operation once per layer. `jax.jit` traces and lowers equal calls only once, which takes a
     fifteenth of the time for twenty layers.
@@ -135,7 +135,7 @@ def _jitted(
 
 
 def _platforms() -> tuple[str, ...]:
-    """Return the platforms that a program traced now may be lowered for, the likely one first."""
+    """The platforms that a program traced now may be lowered for, the likely one first."""
     if _platform.value is not None:
         return (_platform.value,)
     if interpreting() or (gpu_or_none() is None and jax.default_backend() == "cpu"):
@@ -146,7 +146,7 @@ def _platforms() -> tuple[str, ...]:
 
 
 def _platform_of_kernels(platform: str) -> str | None:
-    """Return the platform whose kernels a program traced now for `platform` may contain, if any.
+    """The platform whose kernels a program traced now for `platform` may contain, if any.
 
     The interpreter runs a GPU's kernels on a CPU.
     """

@@ -37,25 +37,25 @@ class Implementation:
 
 
 def reference(call: Callable[..., Any], *, platform: str | None = None) -> Implementation:
-    """Return the implementation that defines an operation."""
+    """The implementation that defines an operation."""
     return Implementation(name="reference", call=call, platform=platform)
 
 
 def xla(call: Callable[..., Any], *, platform: str | None = None) -> Implementation:
-    """Return an implementation in plain JAX that suits XLA, on one platform or all."""
+    """An implementation in plain JAX that suits XLA, on one platform or all."""
     return Implementation(name="xla", call=call, platform=platform)
 
 
 def composed(call: Callable[..., Any]) -> Implementation:
-    """Return an implementation that calls other operations, which are chosen on their own."""
+    """An implementation that calls other operations, which are chosen on their own."""
     return Implementation(name="composed", call=call)
 
 
 def mosaic(call: Callable[..., Any], *needs: str) -> Implementation:
-    """Return an implementation as Mosaic GPU kernels, which needs these features of a GPU."""
+    """An implementation as Mosaic GPU kernels, which needs these features of a GPU."""
     return Implementation(name="mosaic", call=call, platform="cuda", needs=("mosaic", *needs))
 
 
 def ffi(call: Callable[..., Any]) -> Implementation:
-    """Return an implementation by a CPU kernel in C++, which runs where a library of them is in use (`cpu/`)."""
+    """An implementation by a CPU kernel in C++, which runs where a library of them is in use (`cpu/`)."""
     return Implementation(name="ffi", call=call, platform="cpu")

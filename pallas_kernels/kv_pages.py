@@ -25,7 +25,7 @@ class KVPages(NamedTuple):
     def shapes(
         cls, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: np.dtype, *, int8: bool = False
     ) -> "KVPages":
-        """Return the shapes and dtypes of a cache, whose arrays start as zeros. `dtype` is of a float cache."""
+        """The shapes and dtypes of a cache, whose arrays start as zeros. `dtype` is of a float cache."""
         pages = jax.ShapeDtypeStruct((num_pages, page_size, kv_heads, head_dim), np.int8 if int8 else dtype)
         scale = jax.ShapeDtypeStruct((num_pages, kv_heads), np.float32) if int8 else None
         return cls(pages, pages, scale, scale)  # type: ignore[arg-type]  # shapes for arrays

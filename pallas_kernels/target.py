@@ -65,7 +65,7 @@ class GPU:
         return FEATURES[feature].is_in(self.capability)
 
     def shared_bytes_of(self, blocks: int) -> int:
-        """Return the most shared memory of each thread block, if an SM is to run `blocks` of them at once.
+        """The most shared memory of each thread block, if an SM is to run `blocks` of them at once.
 
         An SM has as much as its largest block and what CUDA reserves for it (CUDA programming guide, table 31).
         """
@@ -85,14 +85,14 @@ def targeting(gpu: GPU) -> contextlib.AbstractContextManager[None]:
 
 
 def target_gpu() -> GPU:
-    """Return the GPU that a kernel is traced for: that of `targeting`, or else this machine's first."""
+    """The GPU that a kernel is traced for: that of `targeting`, or else this machine's first."""
     gpu = gpu_or_none()
     assert gpu is not None, "kernels are traced for a GPU: here, by `targeting`, or `interpreted`"
     return gpu
 
 
 def gpu_or_none() -> GPU | None:
-    """Return the NVIDIA GPU that a program traced now is for, or None: it is for another device."""
+    """The NVIDIA GPU that a program traced now is for, or None: it is for another device."""
     return _target.value or (INTERPRETED if _interpreting else _local_gpu())
 
 
@@ -125,7 +125,7 @@ def require_shared_bytes(needed: int) -> None:
 
 @functools.cache
 def _local_gpu() -> GPU | None:
-    """Return this machine's first NVIDIA GPU."""
+    """The first NVIDIA GPU of this machine."""
     device = jax.devices()[0]
     capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))  # AMD: "gfx942"
     if capability is None:

@@ -25,12 +25,12 @@ def use_rules(rules: ShardingRules) -> contextlib.AbstractContextManager[None]:
 
 
 def rules() -> ShardingRules:
-    """Return the rules by which the program is traced."""
+    """The rules by which the program is traced."""
     return _rules.value
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that a logical axis is split over in the program being traced."""
+    """The mesh axes of more than one device that a logical axis is split over in the program being traced."""
     mesh = get_abstract_mesh()
     manual = {
         name
@@ -53,7 +53,7 @@ def axis_index(axis: str) -> jax.Array:
 
 
 def psum(x: jax.Array, axis: str) -> jax.Array:
-    """Return the sum of x over the devices that have the other parts of an axis."""
+    """Compute the sum of x over the devices that have the other parts of an axis."""
     names = mesh_axes(axis)
     return lax.psum(x, names) if names else x
 
@@ -82,7 +82,7 @@ def from_last(x: jax.Array, axis: str) -> jax.Array:
 
 
 def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int]) -> jax.Array:
-    """Return a weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
+    """Gather a weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
     mesh = get_abstract_mesh()
     is_whole = not any(mesh_axes(axis) for axis in axes if axis is not None)
     if is_shared(is_whole, shape, math.prod(mesh.shape.values())):
@@ -91,7 +91,7 @@ def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int
 
 
 def local_start(axis: str, size: int) -> jax.Array:
-    """Return the index in a split dimension at which this device's part begins, of `size` on each: int32 []."""
+    """The index in a split dimension at which this device's part begins, of `size` on each: int32 []."""
     return axis_index(axis) * size
 
 
@@ -102,7 +102,7 @@ def local_index(index: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def local_part(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
-    """Return this device's part of a dimension of an array that all devices have whole."""
+    """Compute this device's part of a dimension of an array that all devices have whole."""
     parts = axis_size(axis)
     if parts == 1:
         return x

@@ -45,7 +45,7 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in self.AXES)
 
     def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-        """Return the mesh over `devices`, or over the first `size` devices of this process's backend."""
+        """Build the mesh over `devices`, or over the first `size` devices of this process's backend."""
         more = ""
         if devices is None:
             devices = jax.devices()[: self.size]
@@ -62,7 +62,7 @@ class MeshConfig:
         return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
 
     def abstract(self) -> jax.sharding.AbstractMesh:
-        """Return the mesh without devices, for planning on a machine that has fewer."""
+        """The mesh without devices, for planning on a machine that has fewer."""
         return jax.sharding.AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
 
     @classmethod
@@ -100,8 +100,8 @@ def check_rules(rules: ShardingRules) -> None:
         for name in rules.mesh_axes(axis):
             if name not in MeshConfig.AXES:
                 raise ValueError(
-                    f"ShardingRules.{axis}={getattr(rules, axis)!r}: {name!r} is no axis of a mesh; split it over "
-                    f"{' or '.join(map(repr, MeshConfig.AXES))}, or over none."
+                    f"ShardingRules.{axis}={getattr(rules, axis)!r}: {name!r} is not a mesh axis; use "
+                    f"{', '.join(map(repr, MeshConfig.AXES))} or None."
                 )
 
 
@@ -152,5 +152,5 @@ def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     known = document.keys() <= {"mesh", "rules", "memory"} and tables.keys() == document.keys()
     if not known or not tables.keys() & {"mesh", "memory"} or ("rules" in tables and "mesh" not in tables):
         tables = sorted(document)
-        raise ValueError(f"{path}: expected a table [mesh], and perhaps [rules] and [memory]; found {tables}.")
+        raise ValueError(f"{path}: expected a table [mesh], and optionally [rules] and [memory]; found {tables}.")
     return tables

@@ -73,11 +73,11 @@ class ShardingRules:
                 "the keys and values on its own device."
             )
         if "data" in (experts := self.mesh_axes("experts"))[1:]:
-            raise ValueError(f"ShardingRules.experts={self.experts!r} must have 'data' first, the slowest link.")
+            raise ValueError(f"ShardingRules.experts={self.experts!r} must list 'data' first: it has the slowest link.")
         if both := set(experts) & set(self.mesh_axes("expert_mlp")):
             raise ValueError(
-                f"ShardingRules.experts={self.experts!r} and expert_mlp={self.expert_mlp!r} both split over "
-                f"{min(both)!r}: an expert's width is split over other devices than those that have other experts."
+                f"ShardingRules.experts={self.experts!r} and expert_mlp={self.expert_mlp!r} both use "
+                f"{min(both)!r}: split experts, and the width of each expert, over different mesh axes."
             )
 
     def _axes(self) -> list[str]:
@@ -92,25 +92,25 @@ class ShardingRules:
             raise ValueError(f"ShardingRules.{name}={value!r} names a mesh axis twice.")
         if fixed := self.FIXED.get(name):
             if value != fixed:
-                raise ValueError(f"ShardingRules.{name}={value!r} must be {fixed!r}: no other axis splits {name}.")
+                raise ValueError(f"ShardingRules.{name}={value!r} must be {fixed!r}: {name} has no other split.")
         elif value is not None and name not in self.SPLIT:
             raise ValueError(
-                f"ShardingRules.{name}={value!r} is not implemented: every device computes with the whole {name}; "
-                f"split {', '.join(self.SPLIT)}."
+                f"ShardingRules.{name}={value!r} is not implemented: every device needs all of {name}; "
+                f"only these can be split: {', '.join(self.SPLIT)}."
             )
         elif "data" in axes and name != "experts":
             raise ValueError(
-                f"ShardingRules.{name}={value!r}: devices along 'data' have other requests, and cannot share a layer; "
-                "of a model's dimensions only experts are split over it."
+                f"ShardingRules.{name}={value!r}: devices along 'data' serve different requests, and cannot share a "
+                "layer; only experts can be split over 'data'."
             )
         elif "pipeline" in axes:
             raise ValueError(
-                f"ShardingRules.{name}={value!r}: devices along 'pipeline' have other layers, and cannot share one; "
-                "split it over expert or tensor."
+                f"ShardingRules.{name}={value!r}: devices along 'pipeline' hold different layers, and cannot share "
+                "one; split it over expert or tensor."
             )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
+        """The mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
         if axis not in (known := self._axes()):
             raise ValueError(f"Unknown axes {[axis]}; known: {sorted(known)}.")
         value = getattr(self, axis)
@@ -129,7 +129,7 @@ class ShardingRules:
         return 1 if mesh is None else self.ways(mesh, "stages")
 
     def _on(self, mesh: Mesh | AbstractMesh, axis: str) -> tuple[str, ...]:
-        """Return the axes of several devices of a mesh that a logical axis is split over."""
+        """The axes of several devices of a mesh that a logical axis is split over."""
         names = self.mesh_axes(axis)
         if unknown := [name for name in names if name not in mesh.shape and name not in MESH_AXES]:
             raise ValueError(
@@ -139,7 +139,7 @@ class ShardingRules:
         return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
 
     def spec(self, *axes: str | None, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
-        """Return the PartitionSpec of an array with these logical axes (None: a dimension that is not split).
+        """The PartitionSpec of an array with these logical axes (None: a dimension that is not split).
 
         mesh: leaves out the axes that have one device there; None: names all.
         """
@@ -168,7 +168,7 @@ class ShardingRules:
                 over = " x ".join(self._on(mesh, axis))
                 raise ValueError(
                     f"{axis}={size} does not divide over {over}={ways} devices: choose another {over}, or "
-                    f"ShardingRules({axis}=None) to keep it whole on every device."
+                    f"ShardingRules({axis}=None) to keep a complete copy on every device."
                 )
         spec = self.spec(*axes, mesh=mesh)
         if stages:

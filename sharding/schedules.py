@@ -18,7 +18,7 @@ from typing import Any, Self
 
 
 def queued_stride(stages: int, micro_batches: int) -> int:
-    """Return the ticks between two passes of a micro-batch if generated tokens are queued (Fig. 2b).
+    """Compute the ticks between two passes of a micro-batch if generated tokens are queued (Fig. 2b).
 
     A micro-batch enters again as soon as its token has come back, and the first stage is free.
     """
@@ -26,7 +26,7 @@ def queued_stride(stages: int, micro_batches: int) -> int:
 
 
 def drained_stride(stages: int, micro_batches: int) -> int:
-    """Return the ticks between two passes of a micro-batch if the pipeline drains after each token (Fig. 2a)."""
+    """Compute the ticks between two passes of a micro-batch if the pipeline drains after each token (Fig. 2a)."""
     return micro_batches + stages - 1
 
 
@@ -69,7 +69,7 @@ class Job:
 
 
 def job_of_pass(micro_batch: int, number: int) -> Job:
-    """Return the job of a ring whose first pass reads the prompts: pass g makes token g. Each takes one unit."""
+    """The job of a ring whose first pass reads the prompts: pass g makes token g. Each takes one unit."""
     return Job(micro_batch, Phase.GENERATION if number else Phase.PROMPT, number)
 
 
@@ -149,16 +149,16 @@ class Schedule:
         return max(0.0, 1.0 - self.utilisation)  # of sums that are rounded
 
     def then(self, later: Self) -> Self:
-        """Return this schedule followed by another one, which begins when all stages are idle."""
+        """A schedule: this one, followed by another one, which begins when all stages are idle."""
         if later.stages != self.stages:
             raise ValueError(
-                f"Schedule.then: {later.stages} stages cannot follow {self.stages}; make both for as many stages."
+                f"Schedule.then: {later.stages} stages cannot follow {self.stages}; both need the same number."
             )
         return dataclasses.replace(self, ticks=self.ticks + later.ticks)
 
 
 def drained(stages: int, micro_batches: int, tokens: int, *, prompt_units: float | None = None) -> Schedule:
-    """Return the paper's baseline: no micro-batch begins a token before all have the one before (Fig. 2a).
+    """The paper's baseline: no micro-batch begins a token before all have the one before (Fig. 2a).
 
     Args:
       stages: P.
@@ -236,7 +236,7 @@ def chunked(stages: int, units: Sequence[float]) -> Schedule:
 
 
 def chunk_sizes(prompt_tokens: int, chunks: int, *, per_token: float = 1.0, per_pair: float = 0.0) -> tuple[int, ...]:
-    """Return the tokens of each chunk of a prompt such that all chunks take equally long.
+    """The tokens of each chunk of a prompt such that all chunks take equally long.
 
     A token takes `per_token`, and `per_pair` for each token before it; the first x tokens then take
     per_token * x + per_pair * x² / 2, and chunk i ends where that is i / chunks of the whole. Sizes are whole, each
@@ -281,12 +281,12 @@ def chunk_costs(sizes: Sequence[int], *, per_token: float = 1.0, per_pair: float
 
 
 def queued_idle(stages: int, micro_batches: int, passes: int) -> int:
-    """Return the idle slots of `queued`: P (P - 1), whatever G, if M >= P; fewer micro-batches leave more."""
+    """Compute the idle slots of `queued`: P (P - 1), whatever G, if M >= P; fewer micro-batches leave more."""
     return stages * (stages - 1) + stages * (passes - 1) * max(0, stages - micro_batches)
 
 
 def drained_idle(stages: int, passes: int) -> int:
-    """Return the idle slots of `drained`: G P (P - 1)."""
+    """Compute the idle slots of `drained`: G P (P - 1)."""
     return passes * stages * (stages - 1)
 
 
@@ -325,7 +325,7 @@ def _generation(micro_batch: int, number: int) -> Job:
 
 
 def _tokens_within(share: float, prompt_tokens: int, per_token: float, per_pair: float) -> float:
-    """Return the tokens, not whole, that take a share of what the whole prompt takes."""
+    """Compute the tokens, not whole, that take a share of what the whole prompt takes."""
     time = share * (per_token * prompt_tokens + per_pair * prompt_tokens**2 / 2)
     # The positive root of per_token * x + per_pair * x² / 2 = time, in the form that holds without per_pair.
     return 2 * time / (per_token + math.sqrt(per_token**2 + 2 * per_pair * time)) if time else 0.0

@@ -33,18 +33,18 @@ INTERVAL = 0.004
 
 
 def names() -> tuple[list[str], list[str]]:
-    """Return the names of the classifiers and of the detectors."""
+    """The names of the classifiers and of the detectors."""
     return [f"classifier-{i:02}" for i in range(TYPES)], [f"detector-{i}" for i in range(DETECTORS)]
 
 
 def following() -> dict[str, str]:
-    """Return the detectors of the classifiers that have one."""
+    """The detectors of the classifiers that have one."""
     classifiers, detectors = names()
     return {name: detectors[place % DETECTORS] for place, name in enumerate(classifiers[5::10])}
 
 
 def experts_folder(folder: Path, pixels: int) -> Path:
-    """Return the folder of experts for images of a size: a model resizes images to its own."""
+    """The folder of experts for images of a size: a model resizes images to its own."""
     return folder / f"experts-{pixels}"
 
 

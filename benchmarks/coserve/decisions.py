@@ -33,7 +33,7 @@ class Latencies:
         return float(np.percentile(self.seconds, 99))
 
     def ms(self) -> dict[str, float]:
-        """Return the quantiles as fields of a row."""
+        """The quantiles as fields of a row."""
         quantiles = {f"p{q}_ms": round(1e3 * float(np.percentile(self.seconds, q)), 4) for q in (50, 99, 99.9)}
         return {"calls": len(self.seconds), **quantiles, "max_ms": round(1e3 * max(self.seconds), 4)}
 

@@ -108,17 +108,17 @@ class Layout:
 
 
 def largest_pool(machine: Machine, gpus: int) -> int:
-    """Return the number of ResNet101 experts that fit beside one image per executor."""
+    """The number of ResNet101 experts that fit beside one image per executor."""
     return int((machine.gpu_bytes - gpus * (CONTEXT + machine.image)) // RESNET.bytes)
 
 
 def best_layout(machine: Machine, board: str, gpus: int, cpus: int = 1) -> Layout:
-    """Return the paper's layout for a board, found by its searches."""
+    """The paper's layout for a board, found by its searches."""
     return Layout(gpus=gpus, cpus=cpus, experts=machine.experts["AB".index(board)])
 
 
 def casual(machine: Machine) -> Layout:
-    """Return the paper's untuned layout: 75% of the GPU's memory for experts."""
+    """The paper's untuned layout: 75% of the GPU's memory for experts."""
     experts = 0.75 * machine.gpu_bytes / RESNET.bytes
     return Layout(gpus=2 if machine.unified else 3, cpus=1, experts=experts)
 

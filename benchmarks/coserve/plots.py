@@ -27,6 +27,7 @@ PAPERS_CHOICES = ((35, 25.4), (34, 26.7))
 SIMULATED = (
     "Simulated: the paper's machines and tasks (A, B: boards; 1, 2: 2,500 and 3,500 images), costs fitted to its totals"
 )
+MEASURED = "38 experts of ResNet-101's size, room for 8, a burst of inputs 4 ms apart, two CPU cores; medians of 3 runs"
 RATES = "Lines simulated, stars real: 38 experts of ResNet-101's size, read from disk; Poisson arrivals"
 
 
@@ -39,6 +40,9 @@ def draw_all(result: Mapping[str, Any], folder: Path) -> None:
         write_figure(folder / "ablation.svg", draw_ablation(figure_rows(rows, "ablation"), simulated))
         executors, memory, searches = (figure_rows(rows, name) for name in ("executors", "memory", "search"))
         write_figure(folder / "sweeps.svg", draw_sweeps(executors, memory, searches, simulated))
+    if figure_rows(rows, "real"):
+        drawn = draw_measured(figure_rows(rows, "real"), caption(result, MEASURED))
+        write_figure(folder / "measured.svg", drawn)
     if figure_rows(rows, "rates"):
         drawn = draw_rates(figure_rows(rows, "rates"), figure_rows(rows, "live rate"), caption(result, RATES))
         write_figure(folder / "rates.svg", drawn)
@@ -51,6 +55,21 @@ def draw_compared(rows: Rows, caption: str) -> Figure:
     for (left, right), machine in zip(figure.subplots(len(machines), 2, squeeze=False), machines, strict=True):
         _draw_both(left, right, [row for row in rows if row["machine"] == machine], f"{machine}: ")
     legend_outside(figure, *figure.axes)
+    return finish(figure, caption)
+
+
+def draw_measured(rows: Rows, caption: str) -> Figure:
+    """Draw the throughput of real systems: where loading takes most of the time, and where computing does."""
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    titles = {"load-bound": "slowed disk (a load takes 10 executions)", "disk as it is": "the machine's own disk"}
+    for axes, (loading, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        those = [row for row in reversed(rows) if row["loading"] == loading]
+        names = [NAMES[row["mode"]] for row in those]
+        colours = colours_of(NAMES.values())
+        for name, row in zip(names, those, strict=True):
+            axes.bar_label(axes.barh(name, row["throughput"], **bar_style(name, colours[name])), fmt="%.3g", padding=3)
+        axes.set(title=f"{those[0]['pixels']} pixels, {title}", xlabel="inputs a second (more is better)")
+        axes.set_xlim(0, 1.15 * max(row["throughput"] for row in those))
     return finish(figure, caption)
 
 

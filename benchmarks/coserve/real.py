@@ -64,7 +64,7 @@ AS_IT_IS = Setting(
 
 
 def other_ratio(ratio: float) -> Setting:
-    """Return the setting for another ratio of loading to execution, for ours and the baselines that group."""
+    """The setting for another ratio of loading to execution, for ours and the baselines that group."""
     name = f"load:execution {ratio:g}"
     return dataclasses.replace(LOAD_BOUND, name=name, ratio=ratio, modes=(*GROUPING, OURS))
 
@@ -169,7 +169,7 @@ def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: 
 
 
 def _execution(run: dict[str, Any]) -> float:
-    """Return the seconds of a classifier's batch of one."""
+    """Compute the seconds of a classifier's batch of one."""
     return _classifier(run)["k"] + _classifier(run)["b"]
 
 
@@ -190,7 +190,7 @@ def _loads(runs: list[dict[str, Any]], *tiers: str) -> float:
 
 
 def _best_of(results: Rounds, modes: Iterable[str]) -> float:
-    """Return the highest throughput of these modes."""
+    """Compute the highest throughput of these modes."""
     return max(_throughput(results[mode]) for mode in modes if mode in results)
 
 

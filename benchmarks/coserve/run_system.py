@@ -145,12 +145,12 @@ def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarr
         "management_share": counted.management_share,
         "p50": float(np.percentile(latencies, 50)),
         "p99": float(np.percentile(latencies, 99)),
-        "initially": sorted(system.initially),
+        "initially": sorted(system.initial_experts),
     }
 
 
 def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]) -> dict[str, Any]:
-    """Return the loads of a simulation, and of a run on the simulated clock in which everything is really done.
+    """The loads of a simulation, and of a run on the simulated clock in which everything is really done.
 
     The latter also has the number of experts really read, and of verdicts that lead where the trace says.
     """
@@ -160,7 +160,7 @@ def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]
         already = disk.experts
 
         def act(action: Action) -> None:
-            judgements = system.perform(action)
+            judgements = system.run_now(action)
             if isinstance(action, Batch):
                 for request, judgement in zip(action.requests, judgements, strict=True):
                     following = trace[request.id].experts[request.stage + 1 :][:1]

@@ -194,8 +194,8 @@ class Simulation:
                     self.row("executors", each, task=task.name, gpus=gpus, cpus=cpus)
                     rates[gpus, cpus] = each.throughput
             best.append(max(range(1, 7), key=lambda gpus: rates[gpus, 1]))
-        self.report.check("best_executors_least", min(best), "on the GPU beside 1", target=3)
-        self.report.check("best_executors_most", max(best), "on the GPU beside 1", target=5, better="lower")
+        self.report.check("best_executors_least", min(best), "on the GPU, 1 on the CPU", target=3)
+        self.report.check("best_executors_most", max(best), "on the GPU, 1 on the CPU", target=5, better="lower")
 
     def sweep_memory(self) -> None:
         """Make figures 11 and 18: throughput by the number of experts that fit the GPU, and the search's choice."""
@@ -302,7 +302,7 @@ def _speedups(results: Mapping[str, Run]) -> list[float]:
 
 
 def _least_cut(tasks: Iterable[Mapping[str, Run]], other: str) -> float:
-    """Return the share of another system's switches that the paper's policy saves, in the task with the least."""
+    """The share of another system's switches that the paper's policy saves, in the task with the least."""
     return min(1 - results["paper"].switches / results[other].switches for results in tasks)
 
 

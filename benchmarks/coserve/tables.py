@@ -41,15 +41,15 @@ def tables(rows: Rows) -> dict[str, str]:
     """Make the tables in Markdown, by title."""
 
     return {
-        "Images a second / expert switches": by_task(compared(rows), "machine"),
-        "What of CoServe does what (NUMA)": by_task(figure_rows(rows, "ablation")),
-        "GPU executors (NUMA), images a second": lines(
+        "Images per second / expert switches": by_task(compared(rows), "machine"),
+        "Without CoServe's parts (NUMA)": by_task(figure_rows(rows, "ablation")),
+        "GPU executors (NUMA), images per second": lines(
             figure_rows(rows, "executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
         ),
-        "Experts in memory (NUMA), images a second": lines(
+        "Experts in memory (NUMA), images per second": lines(
             figure_rows(rows, "memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
         ),
-        "What the decay window chooses": lines(
+        "Choice of the decay window": lines(
             figure_rows(rows, "search"),
             ("task", "choose"),
             "seed",
@@ -62,7 +62,7 @@ def tables(rows: Rows) -> dict[str, str]:
                 for row in figure_rows(rows, "decisions")
             ],
         ),
-        "Other circumstances": lines(figure_rows(rows, "variant"), ("system",), "what", both),
+        "Sensitivity": lines(figure_rows(rows, "variant"), ("system",), "what", both),
         "Each flag": lines(
             figure_rows(rows, "flag"),
             ("flag",),
@@ -95,7 +95,7 @@ def tables(rows: Rows) -> dict[str, str]:
             ["system", "inputs/s"],
             [[NAMES[row["mode"]], f"{row['rate']:.1f}"] for row in figure_rows(rows, "highest rate")],
         ),
-        "The same for real, seconds": table(
+        "The same live, seconds": table(
             ["inputs/s", "50%", "99%", "99%, simulated"],
             [
                 [f"{row[name]:.3g}" for name in ("rate", "p50", "p99", "predicted_p99")]

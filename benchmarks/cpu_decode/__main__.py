@@ -25,7 +25,7 @@ QUICK = ("peers", "host")
 
 
 def parts_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the parts to run. Exits if parts that have a model of their own are asked for with another."""
+    """The parts to run. Exits if parts that have a model of their own are asked for with another."""
     if args.model != OWN_MODEL:
         if set(args.part or ()) - {"peers"}:
             raise SystemExit(f"--model {args.model} is for the part peers; the others have models of their own.")

@@ -75,7 +75,7 @@ def take_turns(engines: list[Worker], rounds: int, figure: str, **request: Any) 
 
 
 def engines_here(python: Path) -> Engines:
-    """Return the engines to compare: those of the optional package only if this interpreter has it."""
+    """The engines to compare: those of the optional package only if this interpreter has it."""
     if missing_modules(python, (IK_MODULE,)):
         print(f"{python} has no {IK_MODULE}, so ik_llama.cpp is left out (benchmarks/peers/optional.txt).", flush=True)
         return {**ENGINES, **INT4_ENGINES}
@@ -83,7 +83,7 @@ def engines_here(python: Path) -> Engines:
 
 
 def figures_of(dtype: str, context: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Return the requests by the name of their figure."""
+    """The requests by the name of their figure."""
     figures: dict[str, dict[str, Any]] = {}
     if dtype != "int4":
         figures[f"prefill {PROMPT}"] = {"do": "prefill", "tokens": PROMPT}
@@ -100,7 +100,7 @@ class Times:
         self.ms = {(row["figure"], row["dtype"], row["engine"]): row["ms"] for row in rows if "ms" in row}
 
     def peers(self, figure: str, dtype: str) -> dict[str, float]:
-        """Return the milliseconds of the other engines."""
+        """The milliseconds of the other engines."""
         return {
             engine: ms
             for (name, kind, engine), ms in self.ms.items()
@@ -108,12 +108,12 @@ class Times:
         }
 
     def ratio(self, figure: str, dtype: str, *engines: str) -> float:
-        """Return the milliseconds of the best of these peers (of all, if none is named) by ours."""
+        """Compute the milliseconds of the best of these peers (of all, if none is named) by ours."""
         peers = self.peers(figure, dtype)
         return min(ms for engine, ms in peers.items() if engine in (engines or peers)) / self.ms[figure, dtype, OURS]
 
     def cells(self) -> dict[tuple[str, str], float]:
-        """Return the ratio of every cell of decoding that has peers: by figure and dtype."""
+        """The ratio of every cell of decoding that has peers: by figure and dtype."""
         keys = dict.fromkeys((name, kind) for name, kind, _ in self.ms if name.startswith("decode"))
         return {key: self.ratio(*key) for key in keys if self.peers(*key)}
 
@@ -150,7 +150,7 @@ def read_rows(report: Report, model: str, context: float) -> None:
 
 
 def step_row(model: str, dtype: str, context: float, ms: float) -> dict[str, Any]:
-    """Return a whole decode step at batch 1 as a row: its bytes, and how many a second."""
+    """A whole decode step at batch 1 as a row: its bytes, and how many a second."""
     size = step_bytes(preset(model), dtype, context)
     return {
         "figure": "whole step",

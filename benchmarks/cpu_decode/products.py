@@ -82,7 +82,7 @@ def chain(x: jax.Array, scale: jax.Array, weights: list[tuple[Weights, ...]], *,
 
 
 def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the median milliseconds of a pass, the bytes that it reads, and its share of the bandwidth.
+    """Measure the median milliseconds of a pass, the bytes that it reads, and its share of the bandwidth.
 
     Both in one process, in turn, as the memory's rate may change within seconds: of the mean before and after a round.
     """

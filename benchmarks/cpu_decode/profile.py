@@ -36,12 +36,12 @@ class Event(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """Return an operation's name without its number: `fusion.12.clone` is `fusion`."""
+    """An operation's name without its number: `fusion.12.clone` is `fusion`."""
     return re.sub(r"(\.\d+|\.clone|\.remat\d*)+$", "", name)
 
 
 def own_times(events: Iterable[Event]) -> dict[str, tuple[float, int]]:
-    """Return the microseconds of every kind without those of what it calls, and how often it is called."""
+    """The microseconds of every kind without those of what it calls, and how often it is called."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     stacks: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
@@ -69,7 +69,7 @@ def read_trace(folder: Path) -> list[Event]:
 
 
 def profile(folder: Path, dtype: str, batch: int, context: int) -> tuple[float, list[Event]]:
-    """Return the milliseconds of a step without the profiler, and the operations of `STEPS` steps with it."""
+    """The milliseconds of a step without the profiler, and the operations of `STEPS` steps with it."""
     engines: Engines = {("jaxinfer", dtype): (OUR_SCRIPT, folder.name, str(batch), str(context + 8 * STEPS))}
     request = {"batch": batch, "context": context, "steps": STEPS}
     with workers(dtype, folder.parent, Path(sys.executable), 0, engines) as (worker,):

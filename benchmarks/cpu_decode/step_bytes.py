@@ -11,7 +11,7 @@ NARROW_KV = 2
 
 
 def weight_format(dtype: str) -> WeightFormat:
-    """Return the format of a benchmark's dtype: a quantised model computes in float32."""
+    """The format of a benchmark's dtype: a quantised model computes in float32."""
     import jax.numpy as jnp
 
     if dtype in QUANTISED:

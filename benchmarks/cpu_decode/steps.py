@@ -35,7 +35,7 @@ def make_model(folder: Path) -> None:
 def timed_steps(
     worker: Worker, context: int, steps: int, rounds: int, bandwidth: ReadBandwidth
 ) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of a step in each round, and the GB/s that the memory gave just before and after it.
+    """The milliseconds of a step in each round, and the GB/s that the memory gave just before and after it.
 
     The engine takes the prompt for computed: its keys and values are 0, which are read like any others.
     """

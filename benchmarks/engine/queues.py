@@ -86,7 +86,7 @@ class InstantExecutor:
         raise NotImplementedError
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Return the answer."""
+        """Collect the answer."""
         raise NotImplementedError
 
     def wait(self, step: InFlightStep) -> None:
@@ -119,7 +119,7 @@ class InstantDecoder(InstantExecutor):
         return PassResult("instant", sizes.bucket, sizes, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Return the same token for every row."""
+        """Collect the same token for every row."""
         return StepOutput(outputs=step.output.read(step.batch, step.output.output))
 
 
@@ -348,5 +348,5 @@ def queues(report: Report, settings: Settings) -> None:
 
 
 def quantile(values: list[float]) -> float:
-    """Return the ninth decile."""
+    """Compute the ninth decile."""
     return statistics.quantiles(values, n=10)[-1]

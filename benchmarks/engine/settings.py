@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     memory: Memory
 
     def random_model(self) -> Path:
-        """Return the peers' model in our format, written if it does not exist."""
+        """The peers' model in our format, written if it does not exist."""
         model = self.folder / "jaxinfer"
         if not model.exists():
             make_models(self.folder, find_peers(self.peer_python))

@@ -64,7 +64,7 @@ class StepGaps:
             sys.setswitchinterval(interval)
 
     def seconds(self) -> list[float]:
-        """Return the gap before every step but the first."""
+        """The gap before every step but the first."""
         return [max(0.0, then - ready) for ready, then in zip(self.ready, self.dispatched[1:], strict=False)]
 
 

@@ -94,7 +94,7 @@ def take_turns(
 
 
 def best_way(rounds: Sequence[Trial]) -> Trial:
-    """Return the way with the smallest median of seconds."""
+    """The way with the smallest median of seconds."""
     seconds: dict[str, list[Trial]] = {}
     for trial in rounds:
         if not trial.stopped:

@@ -40,7 +40,7 @@ Measure = Callable[[Way, float | None], Trial]
 
 
 def limit_after(trials: Sequence[Trial]) -> float | None:
-    """Return the seconds after which another way is clearly behind the fastest of these; None if none has finished."""
+    """The seconds after which another way is clearly behind the fastest of these; None if none has finished."""
     finished = [trial.seconds for trial in trials if not trial.stopped]
     return BEHIND * min(finished) if finished else None
 
@@ -74,7 +74,7 @@ class Memory:
         self.file = file
 
     def recall(self, subject: str) -> list[Trial]:
-        """Return the remembered trials."""
+        """The remembered trials."""
         return self._read().get(subject, [])
 
     def remember(self, subject: str, trials: Sequence[Trial]) -> None:

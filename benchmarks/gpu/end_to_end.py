@@ -205,7 +205,7 @@ class Bench:
 
 
 def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
-    """Return the transformers architecture for this config, and its sizes."""
+    """The transformers architecture for this config, and its sizes."""
     attention, positions = config.attention, config.positions
     if config.mlp.gated:
         return "Llama", {

@@ -180,7 +180,7 @@ class Generation:
         return time.perf_counter() - start
 
     def tokens(self) -> np.ndarray:
-        """Return the first token of each row after the prompt, with the current contents of the cache."""
+        """The first token of each row after the prompt, with the current contents of the cache."""
         return np.asarray(self._decode(self._start(), 1).tokens[:, 0])
 
 

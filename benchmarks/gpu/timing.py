@@ -218,7 +218,7 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
 
 
 def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, Any]:
-    """Return the compiler options of the engine's programs, with serial execution of a CUDA graph's kernels."""
+    """The compiler options of the engine's programs, with serial execution of a CUDA graph's kernels."""
     options: dict[str, Any] = dict(compiler_options(platform, rows=rows, dtype=dtype))
     if platform == "gpu":
         options["xla_gpu_command_buffer_scheduling_mode"] = "SERIALIZE"

@@ -99,7 +99,7 @@ def _flops(program: jax.stages.Compiled) -> float:
 
 
 def stored(matrices: jax.Array, fmt: str) -> Weights:
-    """Return the matrices in a format of weights."""
+    """The matrices in a format of weights."""
     return quantize(matrices, "int8") if fmt == "int8" else Weights(matrices.astype(fmt))
 
 

@@ -87,7 +87,7 @@ class Layout:
         return self.experts * capacity * EMBED * FLOAT_BYTES
 
     def expected_bytes(self, exchange: str) -> float:
-        """Return the bytes on the wire, of a device, by the formulas of the paper and of `docs/moe.md`."""
+        """The bytes on the wire, of a device, by the formulas of the paper and of `docs/moe.md`."""
         y, table = self.tokens * EMBED * FLOAT_BYTES, self.table_bytes
         between = 2 * (self.lanes - 1) / self.lanes * table / self.column
         summed = {n: 2 * (n - 1) / n * y for n in (self.slices, self.slices * self.column)}
@@ -144,7 +144,7 @@ def exchanged(layout: Layout, exchange: str) -> dict[str, Any]:
 
 
 def _compiled(layout: Layout, rules: ShardingRules, mesh: Mesh) -> str:
-    """Return the optimised module of a layer, of which only shapes are known."""
+    """The optimised module of a layer, of which only shapes are known."""
     weights = WeightFormat(dtype=np.dtype(jnp.float32))
     graph, state = nnx.split(nnx.eval_shape(lambda: Moe(EMBED, layout.mlp, weights, rngs=nnx.Rngs(0))))
     variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -210,7 +210,7 @@ def families() -> Iterator[dict[str, Any]]:
 
 
 def compared() -> dict[Path, DecoderConfig]:
-    """Return the goldens with experts, and the two dense ones, with their configs."""
+    """The goldens with experts, and the two dense ones, with their configs."""
     configs = {}
     for folder in sorted(path.parent for path in GOLDENS.glob("*/config.json")):
         hf = json.loads((folder / "config.json").read_text())
@@ -258,7 +258,7 @@ WAYS = {
 
 
 def dense_config() -> DecoderConfig:
-    """Return a Llama of 56 M parameters, of which computing takes longer than sending its programs."""
+    """A Llama of 56 M parameters, of which computing takes longer than sending its programs."""
     return DecoderConfig(
         vocab=8192,
         embed=768,
@@ -272,7 +272,7 @@ def dense_config() -> DecoderConfig:
 
 
 def lane_rates(path: Path, requests: int) -> dict[str, float]:
-    """Return the tokens per second, of prompts and answers, by workload; slots are divided among a lane a device."""
+    """The tokens per second, of prompts and answers, by workload; slots are divided among a lane a device."""
     lanes = jax.device_count()
     if os.environ.get("NPROC") == "1":
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
@@ -306,7 +306,7 @@ def measure_exchanges(report: Report) -> None:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bytes of PCC over those of the plain way, of layers that are alike but for their exchange."""
+    """The bytes of PCC over those of the plain way, of layers that are alike but for their exchange."""
     shape = ("p", "L", "tensor", "tokens", "experts", "capacity_factor")
     wire = {
         (row["exchange"], *(row[name] for name in shape)): row["wire_bytes"]

@@ -29,7 +29,7 @@ BATCHES = (1, ROWS)
 
 
 def decoder(mlp: c.MlpConfig) -> DecoderConfig:
-    """Return a small Llama with this MLP in its four layers."""
+    """A small Llama with this MLP in its four layers."""
     return DecoderConfig(
         vocab=VOCAB,
         embed=EMBED,
@@ -43,12 +43,12 @@ def decoder(mlp: c.MlpConfig) -> DecoderConfig:
 
 
 def dense(experts: int) -> DecoderConfig:
-    """Return the dense model as large as the mixture with so many experts."""
+    """The dense model as large as the mixture with so many experts."""
     return decoder(c.MlpConfig(hidden=experts * HIDDEN, activation=c.Activation.SILU, gated=True))
 
 
 def mixture() -> DecoderConfig:
-    """Return the mixture, 64 experts of which each token has two."""
+    """The mixture, 64 experts of which each token has two."""
     router = c.RouterConfig(experts=EXPERTS, experts_per_token=CHOSEN)
     moe = c.MoeConfig(router=router)
     return decoder(c.MlpConfig(hidden=HIDDEN, activation=c.Activation.SILU, gated=True, moe=moe))

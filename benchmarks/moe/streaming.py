@@ -124,7 +124,7 @@ def _measure(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def _decode(llm: LLM, tokens: int, seed: int) -> float:
-    """Return the seconds of the tokens after the first, and that of the prompt with it."""
+    """Compute the seconds of the tokens after the first, and that of the prompt with it."""
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     llm.generate([[1 + seed]], params)

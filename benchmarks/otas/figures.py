@@ -51,7 +51,7 @@ def _load(arrivals: str, load: float) -> str:
 
 
 def _profile(row: Mapping[str, Any]) -> ServingProfile:
-    """Return the profile in a result's row of the setting."""
+    """The profile in a result's row of the setting."""
     seconds, accuracy = (
         {tuple(key.split()): value for key, value in row[name].items()} for name in ("seconds", "accuracy")
     )

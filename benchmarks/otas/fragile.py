@@ -28,7 +28,7 @@ def fragile_profile() -> ServingProfile:
     """Make ViT-B's profile with each task's losses; the fragile task is the second, which Table II pays best."""
     usual = paper_profile()
     accuracy = {
-        (task, level): usual.right(task, 0) - (LOSSES if task == FRAGILE else ROBUST_LOSSES)[level]
+        (task, level): usual.accuracy_at(task, 0) - (LOSSES if task == FRAGILE else ROBUST_LOSSES)[level]
         for task in usual.tasks
         for level in usual.levels
     }

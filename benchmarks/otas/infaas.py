@@ -41,7 +41,7 @@ def as_levels(models: Sequence[Measurements]) -> Measurements:
             for size in first.profile.sizes
         },
         accuracy={
-            (task, index): model.profile.right(task, 0)
+            (task, index): model.profile.accuracy_at(task, 0)
             for index, model in enumerate(models)
             for task in first.profile.tasks
         },

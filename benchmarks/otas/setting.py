@@ -79,7 +79,7 @@ class Setting(NamedTuple):
         return [*POLICIES, INFAAS, *(f"level{level:+d}" for level in fixed)]
 
     def row(self) -> dict[str, Any]:
-        """Return the row of a result that holds the measured figures."""
+        """The row of a result that holds the measured figures."""
         levels, models = self.levels, self.models
         return {
             "figure": "setting",

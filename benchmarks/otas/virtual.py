@@ -115,7 +115,7 @@ def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and half the width of its 95% interval."""
+    """The mean, and half the width of its 95% interval."""
     if len(values) < 2:
         return values[0], float("nan")
     half = stdtrit(len(values) - 1, 0.975) * statistics.stdev(values) / len(values) ** 0.5

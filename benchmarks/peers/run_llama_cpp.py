@@ -57,7 +57,7 @@ class Request:
         self.prompt, self.count, self.produced, self.computed = prompt, count, produced, 0
 
     def entries(self, sequence, room):
-        """Return the tokens to run next, at most `room`: the rest of the prompt, or the newest token."""
+        """The tokens to run next, at most `room`: the rest of the prompt, or the newest token."""
         ids = self.prompt[self.computed :][:room] or self.produced[-1:]
         first, self.computed = self.computed, self.computed + len(ids)
         last = len(self.prompt) - 1
@@ -119,7 +119,7 @@ class LlamaCpp(LlamaFamily):
                 del running[sequence]
 
     def _pool(self, batch, longest):
-        """Return an empty context for `batch` sequences, kept from call to call."""
+        """An empty context for `batch` sequences, kept from call to call."""
         if (batch, longest) not in self.pools:
             for pool in self.pools.values():
                 pool.free()

@@ -40,7 +40,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def seconds(self) -> float:
-        """Return the seconds since `start`."""
+        """Compute the seconds since `start`."""
         return time.perf_counter() - self._start
 
     def is_over(self) -> bool:

@@ -44,7 +44,7 @@ PIPELINE = "two devices, chunks"
 
 
 def config() -> DecoderConfig:
-    """Return a Llama of 57 M parameters, of which a tick of each stage takes several milliseconds."""
+    """A Llama of 57 M parameters, of which a tick of each stage takes several milliseconds."""
     return DecoderConfig(
         vocab=VOCAB,
         embed=768,
@@ -102,13 +102,13 @@ class Others:
         self._start = self._seconds()
 
     def share(self) -> float:
-        """Return the share so far, from 0 to 1."""
+        """The share so far, from 0 to 1."""
         cores, busy, own = (now - then for now, then in zip(self._seconds(), self._start, strict=True))
         return max(0.0, busy - own) / cores
 
     @staticmethod
     def _seconds() -> tuple[float, float, float]:
-        """Return the seconds of all cores, those that they worked in, and those that they did so for us."""
+        """The seconds of all cores, those that they worked in, and those that they did so for us."""
         ticks = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         idle, unit = ticks[3] + ticks[4], os.sysconf("SC_CLK_TCK")
         return sum(ticks) / unit, (sum(ticks) - idle) / unit, sum(os.times()[:4])
@@ -133,7 +133,7 @@ def measure_rounds(path: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the row of each way: tokens per second, medians and all."""
+    """The row of each way: tokens per second, medians and all."""
     rows = []
     for way, values in seconds.items():
         count, figure = (ROWS * TOKENS, "decode") if way in STRIDES else (CHUNKS * CHUNK, "prompt")

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 
 
 def decoders(*, every: bool) -> dict[Path, DecoderConfig]:
-    """Return the goldens that are decoders, with their configs: all, or the first of each family."""
+    """The goldens that are decoders, with their configs: all, or the first of each family."""
     configs: dict[Path, DecoderConfig] = {}
     families = set[str]()
     for folder in sorted(path.parent for path in GOLDENS.glob("*/config.json")):
@@ -62,7 +62,7 @@ def are_divisible(config: DecoderConfig) -> bool:
 
 
 def repeated(config: DecoderConfig, times: int) -> DecoderConfig:
-    """Return the config with the same layers once more, and so on: windows, positions and MLPs, in their order."""
+    """The config with the same layers once more, and so on: windows, positions and MLPs, in their order."""
     return config.with_layers([*range(config.layers)] * times)
 
 

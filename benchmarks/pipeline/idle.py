@@ -39,7 +39,7 @@ SHOWN_STAGES, SHOWN_TOKENS, SHOWN_CHUNKS = 4, 3, 8
 def idle_row(
     name: str, schedule: Schedule, closed_form: int, sizes: Mapping[str, int], *, recorded: bool = False
 ) -> dict[str, Any]:
-    """Return the row of a schedule, planned or recorded. sizes: P, M and so on."""
+    """The row of a schedule, planned or recorded. sizes: P, M and so on."""
     return {
         "figure": "idle",
         "schedule": name,
@@ -119,7 +119,7 @@ def _ring_row(name: str, steps: Steps) -> dict[str, Any]:
 
 
 def tiny_config() -> DecoderConfig:
-    """Return a Llama of a layer for each stage, of which only ticks count."""
+    """A Llama of a layer for each stage, of which only ticks count."""
     return DecoderConfig(
         vocab=64,
         embed=16,
@@ -166,7 +166,7 @@ class PaperModel:
         return self.parameters * 1e9 / (self.stages * self.slices)
 
     def gain(self) -> dict[str, Any]:
-        """Return the row of this model: how long each schedule takes, in seconds, and hybrid over drained."""
+        """The row of this model: how long each schedule takes, in seconds, and hybrid over drained."""
         units, p = self.prompt_seconds / self.decode_seconds, self.stages
         lengths = {
             "drained": schedules.drained(p, p, TOKENS, prompt_units=units).length,

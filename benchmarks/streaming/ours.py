@@ -37,7 +37,7 @@ def drop_pages(path: Path) -> None:
 
 
 def decode_seconds(result: dict[str, Any]) -> float:
-    """Return the seconds of a pass over one token of each sequence."""
+    """Compute the seconds of a pass over one token of each sequence."""
     return statistics.median(result["seconds"][1:])
 
 

@@ -35,14 +35,14 @@ class Settings(NamedTuple):
         return find_peers(self.peer_python)
 
     def large_hf(self) -> Path:
-        """Return the large model as a Hugging Face directory, written if it does not exist."""
+        """The large model as a Hugging Face directory, written if it does not exist."""
         folder = self.folder / "hf"
         if not folder.exists():
             write_hf(folder, QUICK if self.quick else None)
         return folder
 
     def large_model(self) -> Path:
-        """Return the large model in our format with its layer files, written if it does not exist."""
+        """The large model in our format with its layer files, written if it does not exist."""
         folder = self.folder / "model"
         if not folder.exists():
             convert(self.large_hf(), folder)

@@ -24,8 +24,8 @@ def passes(rows: list[Row]) -> str:
 
 
 def host(rows: list[Row]) -> str:
-    cap = "under a cap of the model and 2 GiB, with 1 GiB for the device"
-    return f"A pass from the host's memory, {cap}, takes {rows[0]['seconds_a_pass']:.1f} s."
+    cap = "memory capped at the model's size plus 2 GiB, 1 GiB for the device"
+    return f"A pass from the host's memory takes {rows[0]['seconds_a_pass']:.1f} s ({cap})."
 
 
 def ceiling(rows: list[Row]) -> str:
@@ -33,10 +33,10 @@ def ceiling(rows: list[Row]) -> str:
     (row,) = rows
     huge = "huge pages" if row["huge_pages"] else "no huge pages"
     return (
-        f"Ours reads {row['our_gb_per_s']:.2f} GB/s, `fio` {row['gb_per_s']:.2f}: the better of its sweep's median "
-        f"({row['sweep_gb_per_s']:.2f}) and of that in turn with ours ({row['paired_gb_per_s']:.2f}), each of "
-        f"{row['samples']} samples of {row['seconds']} s, as long and as many as ours; its best way is blocks of "
-        f"{row['block']}, {row['jobs']} at once, {huge}."
+        f"jaxinfer reads {row['our_gb_per_s']:.2f} GB/s, `fio` {row['gb_per_s']:.2f}. `fio`'s figure is the better of "
+        f"two medians of {row['samples']} samples of {row['seconds']} s, like ours: of a sweep "
+        f"({row['sweep_gb_per_s']:.2f}), and in turn with ours ({row['paired_gb_per_s']:.2f}). Its fastest setting has "
+        f"blocks of {row['block']}, {row['jobs']} at once, {huge}."
     )
 
 
@@ -46,9 +46,9 @@ def overlapped(rows: list[Row]) -> str:
     for row in rows:
         fetch, compute, serial, ahead = (f"{1e3 * row[n]:.0f}" for n in ("fetch", "compute", "serial", "ahead"))
         texts.append(
-            f"With {row['tokens']} tokens a pass a layer takes {fetch} ms to fetch and {compute} to compute, {serial} "
-            f"one after the other, {ahead} with one layer ahead: {row['hidden']:.0%} of the shorter is hidden, "
-            f"{row['throughput']:.2f}x of what max(fetch, compute) allows."
+            f"With {row['tokens']} tokens per pass, a layer takes {fetch} ms to fetch and {compute} ms to compute: "
+            f"{serial} ms one after the other, {ahead} ms with one layer ahead. This hides {row['hidden']:.0%} of the "
+            f"shorter one and reaches {row['throughput']:.2f}x of the limit by max(fetch, compute)."
         )
     return " ".join(texts)
 
@@ -56,5 +56,5 @@ def overlapped(rows: list[Row]) -> str:
 def curve(rows: list[Row], knees: list[Row]) -> str:
     """Describe both ends, and the knee if it was reached."""
     first, last = (f"{row['tokens_per_s']:.3g} at {row['batch']}" for row in (rows[0], rows[-1]))
-    knee = f"computing takes as long as fetching at {knees[0]['batch']}" if knees else "fetching takes longest in all"
-    return f"Tokens a second by sequences go from {first} to {last}; {knee}."
+    knee = f"computing takes as long as fetching at {knees[0]['batch']}" if knees else "fetching always takes longer"
+    return f"Tokens per second go from {first} to {last} sequences; {knee}."

@@ -17,5 +17,5 @@ class Doctests(griffe.Extension):
 
 
 def fenced(match: re.Match[str]) -> str:
-    """Return a doctest without the options that only doctest reads."""
+    """A doctest without the options that only doctest reads."""
     return f"```python\n{re.sub(r' *# doctest: .*', '', match[0]).rstrip()}\n```\n"

@@ -91,7 +91,7 @@ def _main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Compiled transformer inference in JAX."""
+    """Run Hugging Face models, compiled with JAX and XLA."""
     logging.basicConfig(format="%(message)s", handlers=[_Notes()])
 
 

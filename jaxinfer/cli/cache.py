@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 KINDS = {
-    "executables": "compiled programs; without them a start compiles",
-    "layers": "layers of models that were streamed from disk, as devices take them",
-    "leaves": "what weights a model has; without it a start builds the model to know",
-    "experts": "files of experts whose model directories may not be written to",
+    "executables": "compiled programs; without them, programs are compiled at the start",
+    "layers": "layer files of models that are streamed from disk",
+    "leaves": "names and shapes of models' weights; without them, a start takes longer",
+    "experts": "files of experts whose model directories are not writable",
     "costs": "measured times of programs",
-    "cpu_kernels": "C++ kernels that were compiled for this CPU, and up to how many rows they are used",
-    "choices": "the fastest implementations, as `tune` measured them",
-    "models": "models that were fetched by name, or that examples converted",
-    "circuit-board": "experts that an example trained",
+    "cpu_kernels": "C++ kernels compiled for this CPU, and the row counts up to which they are used",
+    "choices": "the fastest implementations, as measured by `tune`",
+    "models": "models downloaded by name, or converted by examples",
+    "circuit-board": "experts trained by an example",
     "benchmarks": "models and results of benchmarks",
 }
 """The folders of the cache."""
@@ -26,17 +26,17 @@ def cache(
         Path | None,
         typer.Argument(
             metavar="[DIR]",
-            help="A model directory, or one that was given as layer_files: show the files of layers there instead.",
+            help="Show the layer files of this model directory, or of this --layer-files folder, instead.",
             show_default=False,
         ),
     ] = None,
     clear: Annotated[
-        bool, typer.Option("--clear", help="Delete all that is shown, and say how much that was.")
+        bool, typer.Option("--clear", help="Delete everything that is shown, and print the space freed.")
     ] = False,
 ) -> None:
-    """Show what is kept on disk between starts, where, and how large it is.
+    """Show the files kept on disk between starts, with their location and size.
 
-    It may be deleted at any time. Files of layers that a process streams are left.
+    They can be deleted at any time. --clear keeps layer files that a process is using.
     """
     if directory is not None:
         return _layer_files(directory, clear)
@@ -69,7 +69,7 @@ def _layer_files(directory: Path, clear: bool) -> None:
     from jaxinfer.streaming.layer_folders import find_layer_folders, remove_layer_folders
 
     if not directory.is_dir():
-        raise ValueError(f"{directory}: no such directory; name a model directory, or one with files of layers.")
+        raise ValueError(f"{directory}: no such directory; name a model directory, or a folder with layer files.")
     before = find_layer_folders(directory)
     if clear:
         remove_layer_folders(directory)

@@ -41,9 +41,9 @@ from jaxinfer.progress import long_work
 def chat(
     ctx: typer.Context,
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="System prompt, before all turns.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template in Jinja (default: the model's).")
+        Path | None, typer.Option(help="File with a Jinja chat template (default: the model's).")
     ] = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.8,
@@ -67,10 +67,10 @@ def chat(
     layer_files: LayerFilesOption = None,
     adapter: AdapterOption = None,
 ) -> None:
-    """Talk with a model: each line is a turn, and commands begin with a slash (/help shows them).
+    """Chat with a model. Each line is a turn; commands begin with a slash (/help lists them).
 
-    Ctrl-C stops an answer and keeps what came; at the prompt it ends, as Ctrl-D does. Without a terminal each line of
-    standard input is a turn, answers go to standard output, and the first error ends.
+    Ctrl-C during an answer stops it and keeps the text so far. Ctrl-C or Ctrl-D at the prompt exits. Without a
+    terminal, each line of standard input is a turn, answers go to standard output, and the first error exits.
     """
     with long_work(f"loading {model}"):
         from jaxinfer.cli.conversation import Conversation
@@ -82,13 +82,13 @@ def chat(
     folder = resolve(model)
     if template is None and not ChatTemplates(folder).names:
         raise ValueError(
-            f"{model} has no chat template, so it may be no chat model: give one by --chat-template FILE, or continue "
-            "texts by jaxinfer generate."
+            f"{model} has no chat template, so it may not be a chat model: pass one with --chat-template FILE, or "
+            "continue texts with jaxinfer generate."
         )
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     talk = Conversation(load_llm(ctx, max_batch=1), params, system=system, chat_template=template)
     if interactive:
-        note("/help shows commands; Ctrl-D ends.")
+        note("/help lists commands; Ctrl-D exits.")
     for line in _lines(interactive):
         try:
             if not talk.take(line):

@@ -14,53 +14,73 @@ if TYPE_CHECKING:
     from jaxinfer.generation.text import Prompt
     from jaxinfer.sharding import MeshFile
 
-ModelArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)]
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Model directory, Hugging Face directory, GGUF file, or hub repository (ORG/NAME).",
+        show_default=False,
+    ),
+]
 PromptsFileOption = Annotated[
     Path | None,
-    typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
+    typer.Option(help="File with one prompt per line; .jsonl: one object per line with `prompt` or `token_ids`."),
 ]
-MaxTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
-TopKOption = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
-TopPOption = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")]
-MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest.")]
-RepetitionPenaltyOption = Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")]
-StopOption = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
-SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text.")]
-ContextOption = Annotated[int | None, typer.Option(help="Most tokens of a sequence (default: the model's).")]
-AdapterOption = Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 keeps all.")]
+TopPOption = Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability.")]
+RepetitionPenaltyOption = Annotated[float, typer.Option(help="Penalty for repeated tokens; above 1 discourages them.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")]
+SeedOption = Annotated[int | None, typer.Option(help="Random seed; the same seed generates the same text.")]
+ContextOption = Annotated[int | None, typer.Option(help="Maximum tokens per sequence (default: the model's).")]
+AdapterOption = Annotated[Path | None, typer.Option(help="Folder with a LoRA adapter in PEFT's layout.")]
 MeshOption = Annotated[
     str | None,
-    typer.Option(help='Devices: "tensor=2", or a TOML file with a table named mesh and perhaps rules (default: one).'),
+    typer.Option(
+        help='Devices to use: "tensor=2", or a TOML file with a table [mesh] and optionally [rules] (default: one).'
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(
-        help="Of the matrices: float32, bfloat16 or float16, also bf16 (default: as stored; float32 on a CPU)."
+        help="Dtype of the matrices: float32, bfloat16 (bf16) or float16 (default: as stored; float32 on a CPU)."
     ),
 ]
-QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="Quantisation of the matrices: int8, int4 or fp8 (default: as stored).")
+]
 SpeculationOption = Annotated[
     int,
-    typer.Option(help="Most tokens the n-gram proposer suggests per pass; 0: no speculation."),
+    typer.Option(help="Maximum tokens that the n-gram proposer suggests per pass; 0 turns speculation off."),
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option(help="Where layers are: device, or brought from host or disk, or auto (default: device)."),
+    typer.Option(
+        help="Where layers are kept: device; host or disk, from which they are streamed; or auto (default: device)."
+    ),
 ]
 DeviceMemoryOption = Annotated[
-    str | None, typer.Option(help="Of each device, how much the model may take, such as 12GiB (default: what is free).")
+    str | None,
+    typer.Option(help="Memory of each device that the model may use, such as 12GiB (default: all free memory)."),
 ]
 HostMemoryOption = Annotated[
-    str | None, typer.Option(help="How much layers in the host's memory may take (default: what is free).")
+    str | None, typer.Option(help="Host memory that layers may use, such as 12GiB (default: all free memory).")
 ]
 LayerFilesOption = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Where files of layers are kept (default: in the cache; of convert: in OUT_DIR)."),
+    typer.Option(metavar="DIR", help="Folder for layer files (default: the cache; OUT_DIR for convert)."),
 ]
-PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
-KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
-KVDtypeOption = Annotated[str | None, typer.Option(help="Keys and values in bfloat16 or int8 (default: as computed).")]
+PrefetchOption = Annotated[
+    int | None, typer.Option(help="Number of layers to fetch ahead (default: chosen from measured fetch times).")
+]
+KernelsOption = Annotated[
+    bool, typer.Option(help="Use GPU and CPU kernels where they are supported; --no-kernels uses only XLA.")
+]
+KVDtypeOption = Annotated[
+    str | None, typer.Option(help="Dtype of the KV cache: bfloat16 or int8 (default: as computed).")
+]
 
 
 def parse_mesh(text: str | None) -> "MeshFile":
@@ -72,7 +92,7 @@ def parse_mesh(text: str | None) -> "MeshFile":
     if "=" in text:
         return MeshFile(mesh=MeshConfig.parse(text))
     if not Path(text).is_file():
-        raise ValueError(f"--mesh {text}: no such file; name a TOML file, or give axes such as tensor=2.")
+        raise ValueError(f"--mesh {text}: no such file; name a TOML file, or axes such as tensor=2.")
     return read_mesh(text)
 
 
@@ -81,9 +101,9 @@ def read_text(option: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{option} {file}: {error.strerror}; name a file that can be read.") from error
+        raise ValueError(f"{option} {file}: {error.strerror}; name a readable file.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {file}: not text in UTF-8 ({error}).") from error
+        raise ValueError(f"{option} {file}: not UTF-8 text ({error}).") from error
 
 
 ADAPTER = "adapter"

@@ -11,15 +11,15 @@ from jaxinfer.generation.chat_template import Messages, check_messages
 from jaxinfer.generation.text import encode_chat
 
 HELP = """\
-/help             show this
-/clear            forget the conversation, but for the system prompt
-/system TEXT      set the system prompt and forget the conversation; without TEXT: none
-/undo             take the last turn back
+/help             show this list
+/clear            forget the conversation, keep the system prompt
+/system TEXT      set the system prompt and forget the conversation; without TEXT: remove it
+/undo             remove the last turn
 /retry            answer the last turn again
 /save FILE        write the conversation as JSON
 /load FILE        read a conversation
-/set NAME VALUE   set a sampling option, such as temperature 0.2; alone: show them
-/exit             end, as Ctrl-D does; Ctrl-C stops an answer"""
+/set NAME VALUE   set a sampling option, such as temperature 0.2; without NAME: show changed options
+/exit             exit, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 class Conversation:
@@ -58,7 +58,7 @@ class Conversation:
             "set": lambda: self.set(rest),
         }
         if name not in commands:
-            raise ValueError(f"/{name} is no command; known: {', '.join(f'/{known}' for known in commands)}, /exit.")
+            raise ValueError(f"/{name} is not a command; known: {', '.join(f'/{known}' for known in commands)}, /exit.")
         commands[name]()
         return True
 
@@ -103,9 +103,9 @@ class Conversation:
             print("\n".join(f"{name} {value}" for name, value in chosen.items()))
             return
         if name not in known:
-            raise ValueError(f"/set {name}: no sampling option; known: {', '.join(known)}.")
+            raise ValueError(f"/set {name}: not a sampling option; known: {', '.join(known)}.")
         if not value:
-            raise ValueError(f"/set {name}: give a value, such as `/set temperature 0.2`.")
+            raise ValueError(f"/set {name}: the value is missing; write for example `/set temperature 0.2`.")
         try:
             decoded = json.loads(value)
         except ValueError:
@@ -117,7 +117,7 @@ class Conversation:
     def _last_turn(self) -> int:
         turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not turns:
-            raise ValueError("There is no turn yet.")
+            raise ValueError("The conversation has no turn yet.")
         return turns[-1]
 
     def _answer(self, messages: Messages) -> None:
@@ -168,5 +168,5 @@ class Conversation:
 
 def _file(command: str, text: str) -> Path:
     if not text.strip():
-        raise ValueError(f"/{command}: name a file.")
+        raise ValueError(f"/{command}: the file name is missing.")
     return Path(text.strip())

@@ -21,7 +21,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Directory with config.json and safetensors files, GGUF file, repository of the Hugging Face hub "
+            help="Directory with config.json and safetensors files, GGUF file, Hugging Face hub repository "
             "(ORG/NAME or ORG/NAME@REVISION), or state dict of ResNet or YOLOv5.",
             show_default=False,
         ),
@@ -29,45 +29,48 @@ def convert(
     out_dir: Annotated[
         Path | None,
         typer.Argument(
-            help="Model directory to write; must not exist or be empty (default: the cache folder, where other "
-            "commands find it by the same MODEL).",
+            help="Model directory to write; must be empty or not exist (default: the cache folder, where other "
+            "commands find the model by the same MODEL).",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of the matrices: float32, bfloat16 or float16 (default: unchanged; bfloat16 for quantised GGUF)."
+            help="Dtype of the matrices: float32, bfloat16 or float16 (default: as stored; bfloat16 for quantised GGUF)"
         ),
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), int4 (a scale per 128 inputs)."),
+        typer.Option(
+            help="Quantise the matrices to int8 or fp8 (one scale per output), or int4 (one scale per 128 inputs)."
+        ),
     ] = None,
     layout: Annotated[
         str,
         typer.Option(
-            help="orbax; single-file, for a small model; or streaming, which also writes layers as weights='disk' "
-            "reads them."
+            help="Format to write: orbax; single-file, for small models; or streaming, which also writes the layer "
+            "files that --weights disk reads."
         ),
     ] = "orbax",
     mesh: MeshOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint, a GGUF file or the state dict of an image model, tensor by tensor.
+    """Convert a Hugging Face checkpoint, a GGUF file or an image model's state dict to a model directory.
 
-    Safetensors, configs and the tokenizer of a repository are fetched; files that were fetched before are not again.
-    OUT_DIR appears only when everything is written; if the command was interrupted, run it again. With --layout
-    streaming, a run with the same --mesh, --dtype and --quantize finds its layers written; without --dtype those are
-    written that a run without it reads on this machine: float32 on a CPU, else as stored.
+    From a repository it downloads safetensors, configs and the tokenizer, except files that were downloaded before.
+    OUT_DIR appears only when complete; if the command was interrupted, run it again.
+
+    With --layout streaming, runs with the same --mesh, --dtype and --quantize read the layers written here. The default
+    --dtype for these layers is that of a run on this machine: float32 on a CPU, otherwise as stored.
     """
     if layout not in ("orbax", "single-file", "streaming"):
         raise ValueError(f"--layout must be orbax, single-file or streaming, got {layout!r}.")
     for option, value in (("--mesh", mesh), ("--layer-files", layer_files)):
         if value is not None and layout != "streaming":
-            raise ValueError(f"{option} says how layers are written: add --layout streaming, or leave it out.")
+            raise ValueError(f"{option} needs --layout streaming: add it, or leave out {option}.")
     if out_dir is None and (dtype or quantize or layout != "orbax"):
-        raise ValueError("The cache keeps models as they are stored: --dtype, --quantize and --layout need an OUT_DIR.")
+        raise ValueError("--dtype, --quantize and --layout need an OUT_DIR: the cache keeps models as they are stored.")
     from jaxinfer.hub import fetch, resolve
     from jaxinfer.models.files.conversion import convert as convert_model
     from jaxinfer.models.files.conversion import open_writer
@@ -125,10 +128,12 @@ class _Run:
         config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
         rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
         if (lanes := rules.lanes(built)) > 1:
-            raise ValueError(f"--mesh data={lanes}: layers are not streamed to lanes; set data = 1.")
+            raise ValueError(
+                f"--mesh data={lanes}: streaming layers with data parallelism is not implemented; set data = 1."
+            )
         if built is not None and built.size > 1 and experts_of(config):
             raise ValueError(
-                f"--mesh {mesh}: the experts of a mixture are not streamed to several devices; leave it out."
+                f"--mesh {mesh}: streaming experts to several devices is not implemented; leave out --mesh."
             )
         fit(config, WeightFormat(quantized=stored), built, rules, stored=stored)
         return cls(built, rules, memory.layer_files)
@@ -143,7 +148,7 @@ class _Run:
         dtype = dtype or default_dtype(None) or Description.read(model).dtype
         opened = open_model(model, mesh=self.mesh, rules=self.rules, dtype=dtype)
         folder = write_layer_files(opened, self.layer_files or model)
-        return f"{folder}: its layers, for runs in {describe_format(opened)}"
+        return f"{folder}: layer files, for runs in {describe_format(opened)}"
 
 
 def _mesh(config: "MeshConfig | None") -> "Mesh | None":

@@ -41,22 +41,24 @@ def embed(
     model: ModelArgument,
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts.", show_default=False)] = None,
     prompts_file: PromptsFileOption = None,
-    token_ids: Annotated[list[str] | None, typer.Option(help="A text as token ids: 5,17,3.")] = None,
+    token_ids: Annotated[list[str] | None, typer.Option(help="Text as token ids, such as 5,17,3.")] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="An image, for a vision transformer; repeatable.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Image file, for vision transformers; repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.npy", help="Write the vectors there, float32, a row a text.")
+        Path | None, typer.Option(metavar="FILE.npy", help="Write the vectors to this file (float32, a row per input).")
     ] = None,
     similarity: Annotated[
-        bool, typer.Option("--similarity", help="Print a table of the texts' cosine similarities.")
+        bool, typer.Option("--similarity", help="Print a table of cosine similarities between the inputs.")
     ] = False,
-    level: Annotated[int, typer.Option(help="-r: each layer of an encoder merges r tokens, which is faster.")] = 0,
+    level: Annotated[
+        int, typer.Option(help="-r merges r tokens in each layer of an encoder: faster, less accurate; 0 merges none.")
+    ] = 0,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     context: ContextOption = None,
-    max_batch: Annotated[int, typer.Option(help="Most texts that run together.")] = 32,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of inputs in a batch.")] = 32,
     kernels: KernelsOption = True,
     weights: WeightsOption = None,
     device_memory: DeviceMemoryOption = None,
@@ -64,7 +66,10 @@ def embed(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Print the vectors of texts or images, a line of JSON each; or write them, or show how similar they are."""
+    """Compute vectors of texts or images, and print them as one line of JSON each.
+
+    --output writes them to a file instead, and --similarity prints how similar they are.
+    """
     if image and (texts or prompts_file or token_ids):
         raise ValueError("--image: a model takes either images or texts; leave out the texts.")
     prompts = [] if image else read_prompts(texts or [], prompts_file, token_ids or [])

@@ -48,12 +48,13 @@ class GanttOptions:
         generation, prompts = self.generation, self.prompt_micro_batches
         if prompts == generation:
             raise ValueError(
-                f"GanttOptions.prompt_micro_batches={prompts}: generation has as many; give another number, or none."
+                f"GanttOptions.prompt_micro_batches={prompts} must differ from the micro-batches of generation; "
+                "set another number, or leave it out."
             )
         slots = self.stages * (self.tokens * max(generation, self.stages, prompts or 0) + (self.chunks or 0))
         if slots > MOST_SLOTS:
             raise ValueError(
-                f"--gantt: {slots:,} ticks of stages are too many to see, the most is {MOST_SLOTS:,}; "
+                f"--gantt: {slots:,} ticks of stages are too many to draw, the maximum is {MOST_SLOTS:,}; "
                 "lower --tokens, --chunks or micro-batches."
             )
 

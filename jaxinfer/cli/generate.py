@@ -52,9 +52,9 @@ def generate(
     ctx: typer.Context,
     model: ModelArgument,
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Prompts.", show_default=False)] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt; repeatable.")] = None,
     prompts_file: PromptsFileOption = None,
-    token_ids: Annotated[list[str] | None, typer.Option(help="A prompt as token ids: 5,17,3.")] = None,
+    token_ids: Annotated[list[str] | None, typer.Option(help="Prompt as token ids, such as 5,17,3.")] = None,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.8,
     top_k: TopKOption = 0,
@@ -62,15 +62,17 @@ def generate(
     min_p: MinPOption = 0.0,
     repetition_penalty: RepetitionPenaltyOption = 1.0,
     stop: StopOption = None,
-    n: Annotated[int, typer.Option("--n", help="Completions of each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", help="Number of completions per prompt.")] = 1,
     seed: SeedOption = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    logprobs: Annotated[int | None, typer.Option(help="Log probabilities of this many likeliest tokens.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Return log probabilities of the N likeliest tokens at each position.")
+    ] = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     context: ContextOption = None,
-    max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of sequences in a batch.")] = 8,
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
@@ -80,19 +82,26 @@ def generate(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
     adapter: AdapterOption = None,
-    json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the generated text must satisfy.")
+    ] = None,
     whitespace_pattern: Annotated[
         str | None,
-        typer.Option(help="With --json-schema: what may stand between two tokens of JSON (default: nothing)."),
+        typer.Option(help="With --json-schema: regex for whitespace between JSON tokens (default: no whitespace)."),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="The whole text must match (Rust's syntax).")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="The text must follow the Lark grammar in this file.")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="The text must be one of these; may be repeated.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line per request.")] = False,
+    regex: Annotated[
+        str | None, typer.Option(help="Regex that the complete generated text must match (Rust syntax).")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a Lark grammar that the generated text must follow.")
+    ] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="A permitted text; repeat for each choice.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per request, one per line.")] = False,
 ) -> None:
-    """Continue prompts, streaming the text as it comes.
+    """Continue prompts, and stream the text as it is generated.
 
-    With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
+    With --json, a request that cannot run prints a line with its `error`. The other requests run, and the exit status
+    is 1.
     """
     prompts = read_prompts([*(texts or ()), *(prompt or ())], prompts_file, token_ids or [])
     with long_work(f"loading {model}"):
@@ -134,7 +143,7 @@ def _read_schema(file: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_text("--json-schema", file), type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"--json-schema {file}: {error}; the file must hold a JSON object.") from error
+        raise ValueError(f"--json-schema {file}: {error}; the file must contain a JSON object.") from error
 
 
 def _memory(llm: "LLM") -> str:

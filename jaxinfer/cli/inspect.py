@@ -31,20 +31,21 @@ TEMPORARIES = 5
 
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.", show_default=False)],
-    target: Annotated[str, typer.Option(help="The GPU to compile for.")] = "h200",
-    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    target: Annotated[str, typer.Option(help="GPU to compile for.")] = "h200",
+    batch: Annotated[int, typer.Option(min=1, help="Number of requests in the batch.")] = 1,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
-    passes: Annotated[int, typer.Option(min=1, help="Most passes through the model, and so tokens, per launch.")] = 16,
+    passes: Annotated[int, typer.Option(min=1, help="Maximum decode passes, and so tokens, per launch.")] = 16,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     registers: Annotated[
-        bool, typer.Option("--registers", help="Also registers, spills and SASS, for some seconds.")
+        bool, typer.Option("--registers", help="Also show registers, spills and SASS; takes some seconds more.")
     ] = False,
 ) -> None:
-    """Compile a model's decode loop for GPUs on this machine and show kernels, collectives, CUDA graphs and memory.
+    """Compile a model's decode loop for a GPU, without one, and show kernels, collectives, CUDA graphs and memory.
 
-    Only config.json is read. Nothing is timed, and XLA's matrix products have tiles that a real GPU would tune.
+    It reads config.json only and times nothing. On a real GPU, XLA tunes the tiles of its matrix products, so these can
+    differ.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
@@ -62,7 +63,7 @@ def inspect(
         require_transformer(directory, description.config),
     )
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
+        raise ValueError(f"{directory} is an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
     if file.mesh is not None:  # before the compiler for GPUs is looked for
@@ -126,7 +127,7 @@ def decode_program(
 
 
 def report_tables(report: "TargetReport", title: str, registers: bool, turn: str = "pass") -> "list[Table]":
-    """Return the tables of a report.
+    """Lay out kernels, memory and exchanges for the terminal.
 
     Args:
       registers: whether it has each kernel's resources.

@@ -42,18 +42,22 @@ PREDICTED = (
 def plan(
     ctx: typer.Context,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="A model directory.", show_default=False)
+        Path | None, typer.Argument(metavar="[DIR]", help="Model directory.", show_default=False)
     ] = None,
-    weights: Annotated[str | None, typer.Option(help="Where layers are: host, disk, or auto (default: disk).")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Where layers are streamed from: host, disk, or auto (default: disk).")
+    ] = None,
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     prefetch: PrefetchOption = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: the model's).")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per sequence (default: the model's).")] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(help='Bytes a second to all devices, "25GB" or "disk=3GB,host=25GB" (default: measured here).'),
+        typer.Option(
+            help='Bytes per second to all devices together, such as "25GB" or "disk=3GB,host=25GB" (default: measured).'
+        ),
     ] = None,
-    flops: Annotated[float | None, typer.Option(help="A second, of each device (default: measured here).")] = None,
+    flops: Annotated[float | None, typer.Option(help="FLOP/s of one device (default: measured).")] = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
@@ -61,38 +65,46 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw a pipeline's schedules in the terminal and into this .svg or .png file; -: without a file.",
+            help="Draw pipeline schedules in the terminal and into this .svg or .png file; -: in the terminal only.",
         ),
     ] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Drawn: of generation (default: the stages).")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="With --gantt: micro-batches of generation (default: one per stage).")
+    ] = None,
     prompt_micro_batches: Annotated[
         int | None,
-        typer.Option(help="Drawn: of prompts, where they are others than of generation (hybrid scheduling)."),
+        typer.Option(help="With --gantt: micro-batches of prompts; draws hybrid scheduling too."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Drawn: of each sequence (default: 3).")] = None,
+    tokens: Annotated[int | None, typer.Option(help="With --gantt: tokens per sequence (default: 3).")] = None,
     prompt_time: Annotated[
         float | None,
-        typer.Option(help="Drawn: of all prompts on a stage, in passes of generation (default: 1 a micro-batch)."),
+        typer.Option(
+            help="With --gantt: time of all prompts on one stage, in passes of generation (default: 1 per micro-batch)."
+        ),
     ] = None,
-    chunks: Annotated[int | None, typer.Option(help="Drawn: of one prompt, which fill the stages.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Of the prompt in chunks (default: 32,768).")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="With --gantt: chunks of one long prompt; draws their schedules too.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="With --chunks: tokens of the prompt (default: 32,768).")
+    ] = None,
     attention_context: Annotated[
         int | None,
-        typer.Option(help="At how many tokens attention takes as long as all else (default: 24,576)."),
+        typer.Option(help="With --chunks: context at which attention takes as long as the rest (default: 24,576)."),
     ] = None,
 ) -> None:
-    """Predict tokens a second by batch from what the tier and the device can do, and recommend a batch.
+    """Predict the speed of a model with streamed layers for several batch sizes, and recommend one.
 
-    A pass takes as long as fetching its layers or computing them, whichever is longer; several devices share the disk
-    and the host's memory.
+    A pass takes as long as fetching its layers or computing them, whichever is longer. Several devices share the disk
+    and host memory.
 
-    With --gantt FILE --mesh pipeline=4: draw what the stages of a pipeline work on, by the schedules there are.
+    With --gantt FILE --mesh pipeline=4, draw the schedules of a pipeline instead.
     """
     if gantt is not None:
         _draw(ctx, gantt)
         return
     for name in _given(ctx, DRAWN):
-        raise ValueError(f"{_option(name)} is of schedules that are drawn; add --gantt FILE, or --gantt -.")
+        raise ValueError(f"{_option(name)} is only used with --gantt; add --gantt FILE or --gantt -.")
     if directory is None:
         raise ValueError("plan: name a model directory, or draw the schedules of a pipeline with --gantt FILE.")
     memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
@@ -134,9 +146,9 @@ def _predict(
     config = EngineConfig(max_batch=1, context=context)
     placement = plan_placement(opened, config, memory)
     if placement is None:
-        typer.echo("All weights fit on the devices: nothing is streamed.")
+        typer.echo("All weights fit on the devices, so nothing is streamed.")
         return
-    with long_work("measuring what layers come from, and the devices"):
+    with long_work("measuring bandwidth and devices"):
         planned = plan_pass(opened, placement, bandwidths=bandwidths, flops=flops)
     best, needs = planned.balanced_tokens, DeviceBytes(opened, config, memory)
     most = best
@@ -168,18 +180,16 @@ def _option(name: str) -> str:
 def _draw(ctx: typer.Context, file: Path) -> None:
     """Draw schedules for the pipeline of the mesh, by default for one of four stages."""
     for name in _given(ctx, PREDICTED):
-        raise ValueError(f"--gantt draws schedules, which are the same for every model: leave out {_option(name)}.")
+        raise ValueError(f"--gantt draws schedules, the same for every model: leave out {_option(name)}.")
     sizes = _given(ctx, DRAWN)
     for name in ("prompt_tokens", "attention_context"):
         if name in sizes and "chunks" not in sizes:
-            raise ValueError(
-                f"{_option(name)} is of a prompt that is read in chunks; add --chunks, such as --chunks 8."
-            )
+            raise ValueError(f"{_option(name)} is only used with --chunks; add --chunks, such as --chunks 8.")
     if (mesh := parse_mesh(ctx.params["mesh"]).mesh) is not None:
         sizes["stages"] = mesh.pipeline
         if mesh.pipeline == 1:
             raise ValueError(
-                f"--mesh {ctx.params['mesh']} has no pipeline, whose stages --gantt draws; add pipeline=4."
+                f"--mesh {ctx.params['mesh']} has no pipeline stages for --gantt to draw; add for example pipeline=4."
             )
     if file != TERMINAL:
         check_plot("--gantt", file)
@@ -198,7 +208,7 @@ def parse_bandwidths(text: str | None) -> dict[str, float]:
     for part in [] if text is None else text.split(","):
         tier, equals, size = part.rpartition("=")
         if (tier := tier.strip()) not in ("disk", "host") and equals:
-            raise ValueError(f"--bandwidth: {tier!r} is no tier that layers come from; there are disk, host.")
+            raise ValueError(f"--bandwidth: layers cannot be streamed from {tier!r}; known: disk, host.")
         rate = float(parse_bytes("--bandwidth", size))
         rates |= {tier: rate} if tier else {"disk": rate, "host": rate}
     return rates

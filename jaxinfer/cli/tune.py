@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 def tune(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.", show_default=False)],
-    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Number of requests in the batch.")] = 8,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete what was measured on this machine instead.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Delete all measurements of this machine, and measure nothing.")
+    ] = False,
 ) -> None:
-    """Time all implementations of the operations that a model's programs call, and keep which are the fastest.
+    """Time all implementations of a model's operations on this machine, and remember the fastest.
 
-    Later runs on this machine use them, for the same shapes and with the same version. Their programs are compiled
-    anew, and numbers may differ in the last bits.
+    Later runs on this machine use them for the same shapes, with the same version of jaxinfer. Their programs are
+    compiled again, and results may differ in the last bits.
     """
     from jaxinfer.cli.display import show
     from jaxinfer.compiled.choices import forget_choices, measure_choices

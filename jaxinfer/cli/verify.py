@@ -14,15 +14,16 @@ def verify(
     reference: Annotated[
         Path | None,
         typer.Option(
-            help="The source directory, GGUF file or repository, or a safetensors file with tokens, lengths and logits "
-            "(or images and logits)."
+            help="Compare with this source directory, GGUF file or repository, or with a safetensors file of tokens, "
+            "lengths and logits (or images and logits)."
         ),
     ] = None,
     atol: Annotated[
-        float | None, typer.Option(min=0.0, help="Largest difference of a logit (default: by stored dtype).")
+        float | None,
+        typer.Option(min=0.0, help="Largest absolute difference allowed in a logit (default: by stored dtype)."),
     ] = None,
 ) -> None:
-    """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they differ."""
+    """Check every file's sha256, and compare tensors or logits with a reference. Exits with status 1 if they differ."""
     from jaxinfer.checkpoints import verify_files
     from jaxinfer.checkpoints.paths import find_gguf
     from jaxinfer.hub import fetch, resolve
@@ -31,7 +32,7 @@ def verify(
 
     directory = resolve(directory)
     manifest = verify_files(directory)
-    typer.echo(f"sha256 of {len(manifest.files)} files: as in manifest.json")
+    typer.echo(f"sha256 of {len(manifest.files)} files: matches manifest.json")
     if reference is None:
         return
     reference, _ = fetch(reference)
@@ -39,7 +40,7 @@ def verify(
         tensors = compare_tensors(directory, reference)
         typer.echo(f"{tensors.tensors} tensors, max abs diff {tensors.max_abs_diff:.3g}")
         if tensors.beyond:
-            typer.echo(f"differ by more than rounding explains: {', '.join(tensors.beyond)}", err=True)
+            typer.echo(f"these tensors differ by more than rounding: {', '.join(tensors.beyond)}", err=True)
             raise typer.Exit(1)
         return
     description = Description.read(directory)

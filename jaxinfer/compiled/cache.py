@@ -103,7 +103,7 @@ class ProgramCache[Buckets]:
         return library and library.level
 
     def _library(self) -> Library | None:
-        """Return the CPU kernels that programs are traced with."""
+        """The CPU kernels that programs are traced with."""
         return cpu_library() if self._kernels else None
 
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:

@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxinfer.compiled")
 
 @functools.cache
 def stored_choices() -> Choices:
-    """Return the choices on disk for this process's device; none if nothing was measured with this code."""
+    """The choices on disk for this process's device; none if nothing was measured with this code."""
     try:
         return Choices.from_table(_read(_file_name()))
     except keys.NoKeyError as error:
@@ -81,7 +81,7 @@ def _files() -> KeptFiles:
 
 
 def _file_name() -> str:
-    """Return the name of the device's table, which holds for this code and these libraries alone."""
+    """The name of the device's table, which holds for this code and these libraries alone."""
     return keys.digest({"device": device_name(jax.devices()[0]), **keys.code_key()})
 
 

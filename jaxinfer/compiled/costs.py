@@ -90,7 +90,7 @@ class Cost:
         return self.percentile(95)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds that `percent` of the calls did not exceed."""
+        """Compute the seconds that `percent` of the calls did not exceed."""
         rank, bins = percent / 100 * self._weight, sorted(self.counts)
         below = itertools.accumulate(self.counts[at] for at in bins)
         # Sums of fractions may end just below the rank that they should reach.
@@ -122,7 +122,7 @@ class Cost:
             self._weight = sum(self.counts.values())
 
     def copy(self) -> "Cost":
-        """Return a copy, which later calls do not change."""
+        """A copy, which later calls do not change."""
         return dataclasses.replace(self, counts=dict(self.counts))
 
     def merge(self, other: "Cost") -> None:
@@ -136,7 +136,7 @@ class Cost:
 
 
 def _bin(seconds: float) -> int:
-    """Return the histogram bin of a call that takes this long."""
+    """Compute the histogram bin of a call that takes this long."""
     return round(math.log(seconds) / _LOG_RESOLUTION)
 
 
@@ -179,14 +179,14 @@ class CostTable:
         self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
 
     def for_sizes(self, name: str, /, **sizes: int) -> Cost | None:
-        """Return the cost of calls at these sizes, pooled over all other sizes; None if there were none."""
+        """The cost of calls at these sizes, pooled over all other sizes; None if there were none."""
         total = Cost()
         for cost in self._match(name, sizes):
             total.merge(cost)
         return total if total.calls else None
 
     def mean(self, name: str, /, **sizes: int) -> float | None:
-        """Return the mean of `for_sizes`, without the cost of merging histograms."""
+        """The mean of `for_sizes`, without the cost of merging histograms."""
         matching = self._match(name, sizes)
         weight = sum(cost.weight for cost in matching)
         return sum(cost.seconds for cost in matching) / weight if weight else None
@@ -265,7 +265,7 @@ class CostFile:
         self._files = _files()
 
     def read(self) -> dict[Key, Cost]:
-        """Return the costs in the file; none if the file is missing or damaged."""
+        """Read the costs in the file; none if the file is missing or damaged."""
         kept = _read(self._files, self._name)
         return kept.costs if kept else {}
 
@@ -414,12 +414,12 @@ class Costs:
             self._renew_table()
 
     def for_sizes(self, name: str, /, **sizes: int) -> Cost | None:
-        """Return the cost of calls at these sizes, pooled over all other sizes; None if there were none."""
+        """The cost of calls at these sizes, pooled over all other sizes; None if there were none."""
         with self._lock:
             return self._table.for_sizes(name, **sizes)
 
     def mean(self, name: str, /, **sizes: int) -> float | None:
-        """Return the mean of `for_sizes`, without the cost of merging histograms."""
+        """The mean of `for_sizes`, without the cost of merging histograms."""
         with self._lock:
             return self._table.mean(name, **sizes)
 

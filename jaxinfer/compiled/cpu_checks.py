@@ -110,14 +110,14 @@ def compare(library: Library) -> tuple[list[str], list[str]]:
 
 
 def _operations(case: Case, library: Library) -> set[str]:
-    """Return the operations that a case runs by the library's kernels."""
+    """The operations that a case runs by the library's kernels."""
     with use_library(library), recorded_implementations() as used:
         jax.eval_shape(case.call, *case.args)
     return {operation for operation, by in used.items() if any(implementation.name == "ffi" for implementation in by)}
 
 
 def _results(compared: list[Case], library: Library | None) -> list[Any]:
-    """Return the results of all cases, as one program, in which independent calls run at once."""
+    """The results of all cases, as one program, in which independent calls run at once."""
     calls = [case.call for case in compared]
 
     def run(arguments: list[tuple[Any, ...]]) -> list[Any]:
@@ -129,7 +129,7 @@ def _results(compared: list[Case], library: Library | None) -> list[Any]:
 
 
 def _error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest error relative to the largest value; infinity where only one is finite."""
+    """The largest error relative to the largest value; infinity where only one is finite."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if not (np.isfinite(actual) == np.isfinite(expected)).all():
         return np.inf
@@ -156,7 +156,7 @@ def _array(values: np.ndarray, dtype: Any) -> jax.Array:
 
 
 def _rows_dtype(dtype: str) -> str:
-    """Return the dtype of x for weights stored in a dtype."""
+    """The dtype of x for weights stored in a dtype."""
     return "bfloat16" if dtype == "bfloat16" else "float32"
 
 
@@ -184,7 +184,7 @@ def _product_case(rng: np.random.Generator, dtype: str, rows: int) -> Case:
 
 
 def _extreme_case() -> Case:
-    """Return a product of int8 values that are all 127 or -127, whose sums are the largest."""
+    """A product of int8 values that are all 127 or -127, whose sums are the largest."""
     inputs, outputs = 1024, 34
     sign = np.where(np.arange(outputs)[:, None] % 2, 1, -1) * np.ones((outputs, inputs))
     weights = Weights(_array(127 * sign, np.int8), _array(np.ones(outputs), np.float32))
@@ -253,13 +253,13 @@ def limits(library: Library, *, seconds: float = MEASURE_SECONDS) -> dict[str, i
 
 
 def _limit(library: Library, dtype: str, end: float) -> int:
-    """Return the most rows at which the library is faster, by bisection: with more rows it gains less."""
+    """The most rows at which the library is faster, by bisection: with more rows it gains less."""
     slower = bisect.bisect_left(ROWS, True, key=lambda rows: _gain(library, dtype, rows, end) < 0)
     return ROWS[slower - 1] if slower else 0
 
 
 def _gain(library: Library, dtype: str, rows: int, end: float) -> float:
-    """Return the logarithm of how much faster the library is, less what it must be; negative if XLA is to run."""
+    """Compute the logarithm of how much faster the library is, less what it must be; negative if XLA is to run."""
     times = ([1.0], [1.0]) if time.monotonic() > end else _times(library, dtype, rows)
     if times is None:
         return -math.inf
@@ -296,7 +296,7 @@ def _times(library: Library, dtype: str, rows: int) -> tuple[list[float], list[f
 
 
 def _time(program: Callable[..., Any], x: jax.Array, in_turn: Iterator[Weights]) -> float:
-    """Return the seconds of a product, from as many as take `TURN_SECONDS`."""
+    """Compute the seconds of a product, from as many as take `TURN_SECONDS`."""
     calls, begin = 0, time.perf_counter()
     while (taken := time.perf_counter() - begin) < TURN_SECONDS:
         jax.block_until_ready(program(x, next(in_turn)))

@@ -106,12 +106,12 @@ class LibraryState:
 
 
 def cpu_library() -> Library | None:
-    """Return this machine's library, loaded into this process; compile it if needed. None: XLA runs alone."""
+    """The library, loaded into this process; compile it if needed. None: XLA runs alone."""
     return library_state().library
 
 
 def library_state() -> LibraryState:
-    """Return the library of this process, or why there is none: that of the first call, for all later ones."""
+    """The library of this process, or why there is none: that of the first call, for all later ones."""
     with _lock:
         if not _states:
             state = find_library()
@@ -133,7 +133,7 @@ def begin_library(*, folder: Path = FOLDER) -> None:
 
 
 def library_files() -> KeptFiles:
-    """Return the folder of libraries, each by its digest, and of what is known of them."""
+    """The folder of libraries, each by its digest, and of what is known of them."""
     given = os.environ.get(FOLDER_VARIABLE)
     return KeptFiles(Path(given) if given else cache_folder() / "cpu_kernels", max_bytes=MAX_BYTES)
 
@@ -168,7 +168,7 @@ def _possible(folder: Path) -> bool:
 
 
 def _state(folder: Path, wait: float | None) -> LibraryState:
-    """Return the library, or why there is none. wait: seconds for another process; None: compile it in this one."""
+    """The library, or why there is none. wait: seconds for another process; None: compile it in this one."""
     level = _forced_level()
     try:
         maker = _Maker(find_compiler(), folder, level)
@@ -189,7 +189,7 @@ def _setting() -> str:
 
 
 def _forced_level() -> str | None:
-    """Return the level that the environment asks for, if any."""
+    """The level that the environment asks for, if any."""
     level = os.environ.get(LEVEL_VARIABLE) or None
     if level is not None and level not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE} must be one of {', '.join(LEVELS)}, got {level!r}.")
@@ -252,7 +252,7 @@ class _Maker:
         return self._loaded(record)
 
     def make(self) -> LibraryState:
-        """Return the library, or why there is none; compile it in this process if it is not kept, or failed before.
+        """Make the library, or why there is none; compile it in this process if it is not kept, or failed before.
 
         Raises OSError if nothing can be kept, or another process makes it for too long.
         """
@@ -332,7 +332,7 @@ class _Maker:
             return _Record(compiler=record.compiler, time=record.time, failure=str(error))
 
     def _level(self) -> str:
-        """Return the best level that the CPU, and the compiler, has; or the one that the environment asks for."""
+        """The best level that the CPU, and the compiler, has; or the one that the environment asks for."""
         levels = levels_of(_cpu_flags())
         if self.level is not None:
             if self.level not in levels:
@@ -360,7 +360,7 @@ class _Maker:
         return {name: value if name == "limits" else tuple(value) for name, value in _last_line(text).items()}
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment of a process of ours: it imports this package, on the CPU, and nothing of the folder
+        """The environment of a process of ours: it imports this package, on the CPU, and nothing of the folder
         that this process runs in."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _without_dumps(os.environ.get("XLA_FLAGS", ""))}
@@ -395,7 +395,7 @@ class _Maker:
         return LibraryState(library=library, file=self.files.folder / library.digest, **seen)
 
     def _record_name(self) -> str:
-        """Return the name of the record: a digest of what is compiled, and of all that the checks depend on."""
+        """The name of the record: a digest of what is compiled, and of all that the checks depend on."""
         digest = hashlib.sha256(build_digest(self.compiler, self.level or "generic", _cpu(), self.folder).encode())
         for file in sorted(FOLDER.rglob("*.py")):
             digest.update(file.read_bytes())
@@ -409,7 +409,7 @@ class _Maker:
 
 
 def _last_line(text: str) -> dict[str, Any]:
-    """Return the JSON that a check prints last. Raises BuildError if there is none."""
+    """The JSON that a check prints last. Raises BuildError if there is none."""
     try:
         return json.loads(text.splitlines()[-1])
     except (IndexError, json.JSONDecodeError) as error:

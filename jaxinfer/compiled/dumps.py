@@ -116,7 +116,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*)$")
 
 
 def _op_name(line: str) -> str:
-    """Return the part of the model that an instruction's line names, or nothing."""
+    """The part of the model that an instruction's line names, or nothing."""
     given = re.search(r'op_name="([^"]*)"', line)
     return given[1] if given else ""
 
@@ -138,7 +138,7 @@ def read_op_names(hlo: str) -> dict[str, str]:
 
 
 def read_predicates(hlo: str) -> frozenset[str]:
-    """Return the conditionals that choose by a predicate; their true branch comes first, whatever the thunks call it.
+    """Read the conditionals that choose by a predicate; their true branch comes first, whatever the thunks call it.
 
     All others choose by an index, in whose order their branches come.
     """
@@ -166,7 +166,7 @@ _VALUE = re.compile(
 
 
 def read_temporaries(text: str) -> list[Buffer]:
-    """Return the values in temporary allocations of `*-buffer-assignment.txt`, largest first."""
+    """Read the values in temporary allocations of `*-buffer-assignment.txt`, largest first."""
     temporaries, inside = [], False
     for line in text.splitlines():
         if line.startswith("allocation "):
@@ -371,7 +371,7 @@ class _Call:
 
 
 def read_collectives(hlo: str, devices: int) -> list[Collective]:
-    """Return the exchanges between `devices` devices, from a program's optimised module, in the order written.
+    """Read the exchanges between `devices` devices, from a program's optimised module, in the order written.
 
     A computation that is called several times counts each time. Raises ValueError for groups in an unknown form.
     """
@@ -395,7 +395,7 @@ def read_collectives(hlo: str, devices: int) -> list[Collective]:
 
 
 def _calls(instruction: str, caller: str, line: str) -> list[tuple[str, _Call]]:
-    """Return the computations that an instruction calls, except reductions of pairs of numbers."""
+    """The computations that an instruction calls, except reductions of pairs of numbers."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     called = []
     for kind, name in _CALLED.findall(instruction.split(", metadata=", 1)[0]):
@@ -427,7 +427,7 @@ def _contexts(computation: str, entry: str, calls: Mapping[str, list[_Call]]) ->
 
 
 def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective]:
-    """Return a collective for each array; where it is started, the type may have the operands before the results."""
+    """A collective for each array; where it is started, the type may have the operands before the results."""
     kind, arrays = match["kind"], _ARRAY.findall(match["type"])
     operands = len(re.findall(r"%", match["operands"])) or 1
     if match["start"] and len(arrays) > operands:

@@ -154,7 +154,7 @@ def _load(
 
 
 def _aval(described: list[Any], mesh: Mesh | None) -> core.ShapedArray:
-    """Return the type of a result; on a mesh, whose axes are automatic, it names the mesh but no axes."""
+    """The type of a result; on a mesh, whose axes are automatic, it names the mesh but no axes."""
     shape, dtype, weak_type = described
     whole = None if mesh is None else NamedSharding(mesh.abstract_mesh, PartitionSpec(*[None] * len(shape)))
     return core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak_type=weak_type, sharding=whole)

@@ -44,7 +44,7 @@ def start[Result](function: Callable[[], Result]) -> InterruptibleFuture[Result]
 
 
 def results[Result](futures: Iterable[InterruptibleFuture[Result]]) -> list[Result]:
-    """Return the results of started calls. If the caller is interrupted, the calls go on by themselves."""
+    """The results of started calls. If the caller is interrupted, the calls go on by themselves."""
     try:
         return [future.result() for future in futures]
     except BaseException as error:

@@ -60,7 +60,7 @@ class ProgramSpec[S: Sizes, Buckets]:
         return self.build(self.static, sizes)
 
     def options(self, sizes: S) -> dict[str, str | bool | int]:
-        """Return all of XLA's options, for these sizes."""
+        """All of XLA's options, for these sizes."""
         return {**COMMON, **self.compiler_options(sizes)}
 
     def lower(self, sizes: S, mesh: Mesh | None = None) -> jax.stages.Lowered:
@@ -115,7 +115,7 @@ class ProgramSpec[S: Sizes, Buckets]:
     def _executable(
         self, sizes: S, mesh: Mesh | None, store: ExecutableStore | None
     ) -> tuple[jax.stages.Compiled, bool]:
-        """Return the executable, and whether it was kept."""
+        """The executable, and whether it was kept."""
         key = None
         if store is not None:
             try:
@@ -141,7 +141,7 @@ def _spec(x: Any) -> PartitionSpec:
 
 
 def _divide(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """Return the function that runs on every device's part of its arguments.
+    """The function that runs on every device's part of its arguments.
 
     Empty arrays are made inside: Shardy crashes on them (`ManualComputationUnusedInputsPattern`, jaxlib 0.11.2).
     """

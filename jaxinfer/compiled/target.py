@@ -64,7 +64,7 @@ class Target:
 
     @staticmethod
     def names() -> list[str]:
-        """Return the names of the targets that come with jaxinfer."""
+        """The names of the targets that come with jaxinfer."""
         folder = resources.files("jaxinfer.compiled") / "targets"
         return sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
 
@@ -212,11 +212,11 @@ class TargetReport:
     compile_seconds: float
 
     def of_layer(self, layer: int | None) -> tuple[Kernel, ...]:
-        """Return the kernels of one layer, or with None those outside. Layer 0 includes what all layers share."""
+        """The kernels of one layer, or with None those outside. Layer 0 includes what all layers share."""
         return tuple(kernel for kernel in self.kernels if kernel.layer == layer)
 
     def outside_layers(self) -> tuple[Kernel, ...]:
-        """Return the kernels of no layer, and those of layer 0 that other layers do not have: what all layers share.
+        """The kernels of no layer, and those of layer 0 that other layers do not have: what all layers share.
 
         The embedding, for example, has the name of what layer 0 makes of it.
         """
@@ -396,7 +396,7 @@ def _text(files: list[Path], *endings: str) -> str:
 
 
 def _disassemble(sources: list[Path]) -> dict[str, Resources]:
-    """Return the resources of the kernels in PTX files, by kernel name; for Mosaic by file name (a kernel per file)."""
+    """The resources of the kernels in PTX files, by kernel name; for Mosaic by file name (a kernel per file)."""
     assembler, disassembler = (_require_tool(name) if sources else None for name in ("ptxas", "nvdisasm"))
 
     def run(*command: object) -> subprocess.CompletedProcess[str]:

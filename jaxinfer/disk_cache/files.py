@@ -21,7 +21,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder: $JAXINFER_CACHE, else the system's (on Linux $XDG_CACHE_HOME or ~/.cache)."""
+    """The user's cache folder: $JAXINFER_CACHE, else the system's (on Linux $XDG_CACHE_HOME or ~/.cache)."""
     return Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer", appauthor=False))
 
 
@@ -130,7 +130,7 @@ class KeptFiles:
             (self.folder / name).unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by name."""
+        """The bytes of every file, by name."""
         return {entry.name: status.st_size for entry, status in self._entries() if not entry.name.startswith(".")}
 
     def _make_private(self) -> None:
@@ -168,7 +168,7 @@ class KeptFiles:
 
 
 def _read_own(handle: int) -> bytes | None:
-    """Return the content after the checksum; None if the file is damaged or not the user's alone."""
+    """Read the content after the checksum; None if the file is damaged or not the user's alone."""
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
         return None

@@ -61,12 +61,12 @@ class NoKeyError(ValueError):
 
 
 def digest(parts: dict[str, Any]) -> str:
-    """Return a key as one word."""
+    """A key as one word."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def environment_key() -> dict[str, Any]:
-    """Return the part of a key that every program of this process depends on.
+    """The part of a key that every program of this process depends on.
 
     Raises NoKeyError if its code has changed since it started, or if JAX is told to keep nothing.
     """
@@ -85,7 +85,7 @@ def environment_key() -> dict[str, Any]:
 
 
 def code_key() -> dict[str, Any]:
-    """Return the part of a key that all output of our code depends on.
+    """The part of a key that all output of our code depends on.
 
     Raises NoKeyError if the code has changed since the process started.
     """
@@ -224,7 +224,7 @@ def _describe_devices(value: Any) -> Any:
 
 @functools.cache
 def source_digest() -> str:
-    """Return a digest of every file of our package. Raises NoKeyError if one changed after this process started.
+    """A digest of every file of our package. Raises NoKeyError if one changed after this process started.
 
     The process runs what it imported, so later files on disk do not describe it. The time of a change is the ctime:
     programs that copy files set the mtime as they like.
@@ -269,7 +269,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """Return the processor's model and instruction sets."""
+    """The processor's model and instruction sets."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     return [cpu_model(), *(cpu_fields().get(name, "") for name in names)]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def cpu_model() -> str:
-    """Return the name of this machine's CPU."""
+    """The name of this machine's CPU."""
     return cpu_fields().get("model name") or platform.processor() or platform.machine()
 
 
 @functools.cache
 def cpu_fields() -> dict[str, str]:
-    """Return the fields of a core in /proc/cpuinfo; none where there is no such file."""
+    """The fields of a core in /proc/cpuinfo; none where there is no such file."""
     if not (info := Path("/proc/cpuinfo")).exists():
         return {}
     pairs = (line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
@@ -21,5 +21,5 @@ def cpu_fields() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -177,7 +177,7 @@ class QueryDecider(Decider[QueryTicket]):
         return self._launch(tickets, decision.level, start) if tickets else None
 
     def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
-        """Return the tickets that were not cancelled; from now on they cannot be."""
+        """The tickets that were not cancelled; from now on they cannot be."""
         with self.loop.lock:
             return [x for query in queries if (x := self.loop.tickets.get(query.id)) is not None and x.begin()]
 
@@ -195,7 +195,7 @@ class QueryDecider(Decider[QueryTicket]):
             return self._running[-1]
 
     def _collect(self, batch: _InFlight) -> tuple[list[tuple[str, np.ndarray] | FailedError], Interval]:
-        """Return a batch's answers and its time, from when the device was free until they were there."""
+        """Collect a batch's answers and its time, from when the device was free until they were there."""
         return self._runner.collect(batch.launched), self._time.end(batch.sent)
 
     # Endings

@@ -51,7 +51,7 @@ class LatencyProfile:
         self._lock = threading.Lock()
 
     def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[LevelAndSize]:
-        """Return the levels and batch sizes for which too few batches were timed."""
+        """The levels and batch sizes for which too few batches were timed."""
         sizes = tuple(sizes)
         return [
             (level, batch)
@@ -61,7 +61,7 @@ class LatencyProfile:
         ]
 
     def seconds(self, level: int, batch: int) -> Latency:
-        """Return the latency of batches of a size. Raises ProfileError if it was not measured."""
+        """The latency of batches of a size. Raises ProfileError if it was not measured."""
         with self._lock:
             cost, factor = self._measured(level, batch), self._drift.factors.get((level, batch), 1.0)
         return Latency(factor * cost.p50, factor * cost.p95)

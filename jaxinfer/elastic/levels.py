@@ -22,7 +22,7 @@ def default_merge_levels(config: ViTConfig) -> tuple[int, ...]:
 
 
 def require_vit(folder: str | os.PathLike[str], config: ModelConfig) -> ViTConfig:
-    """Return the config of a vision transformer. Raises ElasticError, which names the folder, for any other."""
+    """The config of a vision transformer. Raises ElasticError, which names the folder, for any other."""
     if not isinstance(config, ViTConfig):
         raise ElasticError(f"{folder} is no vision transformer; its tokens cannot be adapted for tasks.")
     return config
@@ -58,7 +58,7 @@ class Levels:
             )
 
     def adaptation(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
-        """Return a level's adaptation of each layer; `schedule` replaces its own."""
+        """A level's adaptation of each layer; `schedule` replaces its own."""
         if level > 0:
             return TokenAdaptation(prompts=level, prompt_mode=self.prompt_mode)
         if level == 0:

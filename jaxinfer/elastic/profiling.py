@@ -36,7 +36,7 @@ def time_batches(
 def choose_schedules(
     programs: LevelPrograms, levels: Levels, task: Task, validation: Dataset
 ) -> dict[int, MergeSchedule]:
-    """Return the merging levels' schedules; where they are undecided, choose them by this task."""
+    """Choose the merging levels' schedules; where they are undecided, choose them by this task."""
     schedules = dict(levels.schedules)
     undecided = [level for level in levels.merge_levels if level not in schedules and levels.forced is None]
     with long_work("choosing where levels merge", total=len(undecided)) as work:
@@ -49,7 +49,7 @@ def choose_schedules(
 def _choose_schedule(
     programs: LevelPrograms, levels: Levels, level: int, task: Task, validation: Dataset
 ) -> MergeSchedule:
-    """Return the faster schedule, unless it is less accurate by more than a standard error."""
+    """Choose the faster schedule, unless it is less accurate by more than a standard error."""
     results = {
         schedule: _evaluate(programs, task, levels.adaptation(level, schedule), validation)
         for schedule in MergeSchedule
@@ -63,7 +63,7 @@ def _choose_schedule(
 
 
 def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[int, MergeSchedule]:
-    """Return the merging levels' schedules that most tasks were profiled with, without levels where none was.
+    """The merging levels' schedules that most tasks were profiled with, without levels where none was.
 
     Tasks share batches, and so schedules.
 
@@ -72,7 +72,7 @@ def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[
     """
     schedules = {}
     for level in levels.merge_levels:
-        ran = {schedule: what_runs(levels.adaptation(level, schedule), weights) for schedule in MergeSchedule}
+        ran = {schedule: level_key(levels.adaptation(level, schedule), weights) for schedule in MergeSchedule}
         profiled = {schedule: sum(ran[schedule] in task.accuracy for task in tasks) for schedule in MergeSchedule}
         if any(profiled.values()):
             schedules[level] = max(profiled, key=profiled.__getitem__)
@@ -82,7 +82,7 @@ def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[
 def profile_accuracy(
     programs: LevelPrograms, task: Task, validation: Dataset, weights: str
 ) -> dict[str, LevelAccuracy]:
-    """Measure a task's accuracy at all levels that it has; return it by `what_runs`.
+    """Measure a task's accuracy at all levels that it has; return it by `level_key`.
 
     Args:
       programs: the programs of the levels.
@@ -97,14 +97,14 @@ def profile_accuracy(
         for level in levels:
             adaptation = programs.adaptation(level)
             correct = _evaluate(programs, task, adaptation, validation)[0] if level else plain
-            ran = what_runs(adaptation, weights)
+            ran = level_key(adaptation, weights)
             accuracies[ran] = LevelAccuracy.from_correct(correct, plain, ran)
             work.advance()
     return accuracies
 
 
-def what_runs(adaptation: TokenAdaptation, weights: str) -> str:
-    """Return a key for everything that accuracy depends on, except the task."""
+def level_key(adaptation: TokenAdaptation, weights: str) -> str:
+    """A key for everything that accuracy depends on, except the task."""
     return f"{adaptation} in {weights}"
 
 

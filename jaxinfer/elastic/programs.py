@@ -54,7 +54,7 @@ class Classify(Sizes):
 
 
 def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
-    """Return the function of these sizes.
+    """Build the function of these sizes.
 
     (leaves, heads, prompts, tasks int32 [B], images uint8 [B, H, W, 3]) -> logits, float32 [B, classes]. Heads and
     prompts are those of all tasks, as `task_arrays` makes them.
@@ -100,7 +100,7 @@ def task_arrays(
 
 
 def image_bytes(config: ViTConfig) -> int:
-    """Return the bytes of an image as it is sent to the device."""
+    """The bytes of an image as it is sent to the device."""
     return config.image_size**2 * 3
 
 
@@ -156,18 +156,18 @@ class LevelPrograms:
         return sum(len(tuple(level.cache)) for level in self._levels.values())
 
     def ready(self, level: int) -> tuple[int, ...]:
-        """Return the sizes, ascending, at which a level can run."""
+        """The sizes, ascending, at which a level can run."""
         return tuple(size for size in self.sizes if size in self._levels[level].ready)
 
     def padded(self, level: int, count: int) -> int:
-        """Return the size that runs `count` images at a level. Raises LevelError if none of them is ready."""
+        """The size that runs `count` images at a level. Raises LevelError if none of them is ready."""
         for size in self.ready(level):
             if size >= count:
                 return size
         raise LevelError(f"level {level} is not compiled for {count} images.")
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """Return a level's adaptation. Raises LevelError for one that there is not."""
+        """A level's adaptation. Raises LevelError for one that there is not."""
         if level not in self._levels:
             raise LevelError(f"there is no level {level}; levels: {', '.join(map(str, self.levels))}.")
         return self._levels[level].adaptation
@@ -210,7 +210,7 @@ class LevelPrograms:
             run_all(compile_one, missing, os.cpu_count() or 1)
 
     def compiler(self, level: int, size: int) -> Callable[[], None]:
-        """Return a function that compiles a program, and keeps none of the model's memory alive meanwhile."""
+        """A function that compiles a program, and keeps none of the model's memory alive meanwhile."""
         return functools.partial(compile_size, self._levels[level].cache, size)
 
     def admit(self, programs: Iterable[LevelAndSize]) -> None:
@@ -229,7 +229,7 @@ class LevelPrograms:
             raise
 
     def bytes_needed(self, batch: int, also: Collection[LevelAndSize] = ()) -> int:
-        """Return the bytes that the model, the tasks and two batches of this size take together; see `tenants`."""
+        """The bytes that the model, the tasks and two batches of this size take together; see `tenants`."""
         return sum(self.tenants(batch, also).values())
 
     def tenants(self, batch: int, also: Collection[LevelAndSize] = ()) -> dict[str, int]:
@@ -320,7 +320,7 @@ class LevelPrograms:
                 work.advance()
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from images, at most the largest batch, to the logits of a task that need not be served."""
+        """A function from images, at most the largest batch, to the logits of a task that need not be served."""
         cache = next((level.cache for level in self._levels.values() if level.adaptation == adaptation), None)
         cache = cache or self._cache_of(adaptation)
         arrays = self._arrays_of([task], adaptation.prompts)
@@ -348,7 +348,7 @@ class LevelPrograms:
         return program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images)
 
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
-        """Return a cache for the programs of an adaptation, none compiled yet."""
+        """A cache for the programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
         # Shapes, not arrays: compiling may go on for a while after the model is closed, whose memory is then free.
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._leaves]

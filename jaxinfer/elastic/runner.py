@@ -12,7 +12,7 @@ from jaxinfer.serving.errors import FailedError
 
 
 def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | FailedError]:
-    """Return the most probable class's label and all probabilities, for each image of a batch.
+    """The most probable class's label and all probabilities, for each image of a batch.
 
     An image whose logits are not finite has an error in their place.
     """
@@ -42,7 +42,7 @@ class Runner(Protocol):
         ...
 
     def expected_seconds(self, level: int, count: int) -> float:
-        """Return the usual seconds of a batch of `count` queries."""
+        """Compute the usual seconds of a batch of `count` queries."""
         ...
 
     def observe(self, level: int, count: int, seconds: float) -> None:

@@ -23,7 +23,7 @@ from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
 from jaxinfer.elastic.levels import Levels, default_merge_levels, require_vit
-from jaxinfer.elastic.profiling import choose_schedules, profile_accuracy, schedules_of, time_batches, what_runs
+from jaxinfer.elastic.profiling import choose_schedules, level_key, profile_accuracy, schedules_of, time_batches
 from jaxinfer.elastic.programs import LevelAndSize, LevelPrograms, image_bytes
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
@@ -246,11 +246,11 @@ class Service(Closeable):
         return dict(self._tasks)
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """Return a level's adaptation of each layer. Raises LevelError for one that there is not."""
+        """A level's adaptation of each layer. Raises LevelError for one that there is not."""
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
-        """Return a task. Raises UnknownTaskError, or ElasticError for one that is refused."""
+        """A task. Raises UnknownTaskError, or ElasticError for one that is refused."""
         name = check("task", name, str)
         if (why := self.refused.get(name)) is not None:
             raise ElasticError(f"task {name!r} is not served: {why}") from why
@@ -275,7 +275,7 @@ class Service(Closeable):
         tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
         tasks = [tasks] * len(images) if isinstance(tasks, str) else tasks
         if len(tasks) != len(images):
-            raise ElasticError(f"{len(images)} images need as many tasks or a single one, got {len(tasks)}.")
+            raise ElasticError(f"{len(images)} images need one task for all or one per image, got {len(tasks)}.")
         for name in dict.fromkeys(tasks):
             self._check_has_level(self.task(name), level)
         programs, answers = self._programs, []  # kept, as the service may be closed meanwhile
@@ -303,10 +303,10 @@ class Service(Closeable):
         self.adaptation(level)
         if level > 0 and level not in task.prompts:
             known = ", ".join(map(str, task.prompts)) or "none"
-            raise LevelError(f"task {task.name!r} has no {level} prompts; it has: {known}.")
+            raise LevelError(f"task {task.name!r} was not trained with {level} prompts; trained numbers: {known}.")
 
     def serving_profile(self, levels: Sequence[int] | None = None) -> ServingProfile:
-        """Return the profile for controllers: accuracy and latency of all tasks.
+        """The profile for controllers: accuracy and latency of all tasks.
 
         Args:
           levels: ascending; None: the levels that all tasks have.
@@ -367,7 +367,7 @@ class Service(Closeable):
         """
         pixels = check_images(image, self.config.image_size)
         if len(pixels) != 1:
-            raise ElasticError(f"a query is a single image, got {len(pixels)}.")
+            raise ElasticError(f"a query must be a single image, got {len(pixels)} images.")
         task = self.task(task).name
         return self._started().serve(task, pixels[0].copy(), latency=latency, utility=utility, owner=self)
 
@@ -386,7 +386,7 @@ class Service(Closeable):
             self._compile_all(levels)
             self._programs.warm_up(levels)
             self._started()
-            self._plan_anew()
+            self._replan()
 
     def compile_ahead(self, levels: Sequence[int] | None = None) -> None:
         """Compile all programs that are not yet, rather than when they are needed.
@@ -453,7 +453,7 @@ class Service(Closeable):
         return 0 if self._decider is None else self._decider.loop.num_tickets
 
     def _started(self) -> QueryDecider:
-        """Return the decider, which starts with the first query, when one level is ready."""
+        """The decider, which starts with the first query, when one level is ready."""
         if self._decider is None:
             programs = self._programs
             self._compile_first(programs)
@@ -463,7 +463,7 @@ class Service(Closeable):
                 if self._decider is None:
                     policy = self._policy(self.serving_profile())
                     policy.use(self._ready_profile(self._tasks))
-                    runner = LevelRunner(programs, self.latency, _weakly(self._plan_anew))
+                    runner = LevelRunner(programs, self.latency, _weakly(self._replan))
                     self._decider = QueryDecider(runner, policy, max_waiting=self._max_waiting, device=programs.device)
                     self._decider.loop.stop_when_dropped(self)
                     held = weakref.ref(self)
@@ -488,7 +488,7 @@ class Service(Closeable):
             programs.warm_up(levels)
 
     def _next_step(self, tried: set[LevelAndSize]) -> tuple[LevelAndSize, Step] | None:
-        """Return the next program to compile in the background: first the fastest level, for a service that is busy."""
+        """The next program to compile in the background: first the fastest level, for a service that is busy."""
         if self._closed:
             return None
         programs, levels = self._programs, self.shared_levels
@@ -504,9 +504,9 @@ class Service(Closeable):
         programs = self._programs
         self._admit(programs, [program])
         programs.warm_up([program[0]])
-        self._plan_anew()
+        self._replan()
 
-    def _plan_anew(self) -> None:
+    def _replan(self) -> None:
         """Give the decider the present latencies; it keeps its own if not all are measured."""
         with self._serving, contextlib.suppress(ProfileError):
             if self._decider is not None:
@@ -534,7 +534,7 @@ class Service(Closeable):
             programs.admit(compiled)
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
-        """Return the accuracy measured by profiling.
+        """The accuracy measured by profiling.
 
         Raises ProfileError if there is none, or the level has changed since.
         """
@@ -542,12 +542,12 @@ class Service(Closeable):
 
     def _accuracy(self, task: Task, level: int) -> LevelAccuracy:
         self._check_has_level(task, level)
-        now = what_runs(self.adaptation(level), self._format)
+        now = level_key(self.adaptation(level), self._format)
         if now not in task.accuracy:
             profiled = "; ".join(task.accuracy) or "nothing"
             raise ProfileError(
-                f"task {task.name!r} was not profiled at level {level} as it is now, {now}: call `profile` with its "
-                f"images. Profiled: {profiled}."
+                f"task {task.name!r} was not profiled at level {level} with its present settings, {now}: call "
+                f"`profile` with its images. Profiled: {profiled}."
             )
         return task.accuracy[now]
 
@@ -622,33 +622,33 @@ class Service(Closeable):
             task = self.task(name)
             validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
-            anew = self._decider is None
-            return self._install(dataclasses.replace(task, version=version), validation, anew=anew)
+            remeasure = self._decider is None
+            return self._install(dataclasses.replace(task, version=version), validation, remeasure=remeasure)
 
     def measure_latency(
-        self, levels: Sequence[int] | None = None, *, anew: bool = False, repeats: int = REPEATS
+        self, levels: Sequence[int] | None = None, *, remeasure: bool = False, repeats: int = REPEATS
     ) -> dict[LevelAndSize, np.ndarray]:
-        """Time batches of all sizes, except those on record unless `anew`.
+        """Time batches of all sizes, except those on record unless `remeasure`.
 
         Args:
           levels: the levels to time; None: all.
-          anew: whether to time batches on record again and replace their record.
+          remeasure: whether to time batches on record again and replace their record.
           repeats: how often each batch is timed, at least `REPEATS`.
 
         Returns:
           The seconds of each batch that was timed, [repeats].
         """
         if repeats < REPEATS:
-            raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
+            raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer give no reliable latency.")
         with showing(self._progress):
-            return self._measure_latency(self.levels if levels is None else levels, anew, repeats)
+            return self._measure_latency(self.levels if levels is None else levels, remeasure, repeats)
 
     def _measure_latency(
-        self, levels: Sequence[int], anew: bool, repeats: int = REPEATS
+        self, levels: Sequence[int], remeasure: bool, repeats: int = REPEATS
     ) -> dict[LevelAndSize, np.ndarray]:
         def batches() -> list[LevelAndSize]:
             sizes = self.batch_sizes
-            return [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
+            return [(n, b) for n in levels for b in sizes] if remeasure else self.latency.missing(levels, sizes)
 
         programs = self._programs
         self._compile(programs, batches)
@@ -658,16 +658,16 @@ class Service(Closeable):
         for (level, count), seconds in times.items():
             self.latency.renew(level, count, seconds.tolist())
         self.latency.costs.save()
-        self._plan_anew()
+        self._replan()
         return times
 
-    def _install(self, task: Task, validation: Dataset, *, anew: bool = False) -> Task:
+    def _install(self, task: Task, validation: Dataset, *, remeasure: bool = False) -> Task:
         """Profile a task, keep it, and serve it; if that fails, the service stays as it is.
 
         Other tasks' profiles stay, and so do other profiles of this version's prompts and heads.
 
         Args:
-          anew: whether to time batches that were timed before.
+          remeasure: whether to time batches that were timed before.
         """
         before = self._levels
         try:
@@ -678,7 +678,7 @@ class Service(Closeable):
                 self._compile_all(self.levels)
                 accuracies = profile_accuracy(self._programs, task, validation, self._format)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
-                self._measure_latency(self.levels, anew)
+                self._measure_latency(self.levels, remeasure)
                 self._serve(task)
         except BaseException:
             self._levels = before
@@ -731,30 +731,30 @@ class Service(Closeable):
         """Check that a task from the repository fits this service."""
         if task.backbone != self._backbone:
             raise ElasticError(
-                f"task {task.name!r} was trained with another model than this one; name its repository, or register it "
-                "again elsewhere."
+                f"task {task.name!r} was trained with another model; open that model, or register the task again in "
+                "another repository."
             )
         if task.prompts and task.prompt_mode != levels.prompt_mode:
             raise ElasticError(
                 f"the prompts of task {task.name!r} were trained with prompt_mode={task.prompt_mode.value!r}; open the "
-                "service with it."
+                "service with this prompt_mode."
             )
         return task
 
 
 def _sizes_of(count: int, sizes: Sequence[int]) -> set[int]:
-    """Return the sizes of the batches that this many images are divided into."""
+    """The sizes of the batches that this many images are divided into."""
     return {round_up(min(count - first, sizes[-1]), sizes) for first in range(0, count, sizes[-1])}
 
 
 def _at_levels(profile: ServingProfile, levels: Collection[int]) -> ServingProfile:
-    """Return a profile of these levels alone."""
+    """A profile of these levels alone."""
     accuracy = {(task, level): right for (task, level), right in profile.accuracy.items() if level in levels}
     return dataclasses.replace(profile, levels=tuple(n for n in profile.levels if n in levels), accuracy=accuracy)
 
 
 def _fewest_levels(profile: ServingProfile, make: Callable[[ServingProfile], Policy]) -> tuple[int, ...]:
-    """Return the fewest levels by which a policy can decide: level 0 for most, another one, or else all."""
+    """The fewest levels by which a policy can decide: level 0 for most, another one, or else all."""
     policy = make(profile)
     for level in sorted(profile.levels, key=abs):
         with contextlib.suppress(ValueError):
@@ -764,13 +764,13 @@ def _fewest_levels(profile: ServingProfile, make: Callable[[ServingProfile], Pol
 
 
 def _digest(model: LoadedModel) -> str:
-    """Return a digest of the weights on disk."""
+    """A digest of the weights on disk."""
     files = sorted((name, file.sha256) for name, file in model.manifest.files.items() if name.startswith("state/"))
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 def _merged(programs: LevelPrograms) -> Callable[[int], int]:
-    """Return a function from levels to the tokens they merge over all layers.
+    """A function from levels to the tokens they merge over all layers.
 
     It holds the programs weakly: they must not outlive their service.
     """
@@ -785,7 +785,7 @@ def _merged(programs: LevelPrograms) -> Callable[[int], int]:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method of an object, without keeping that alive, as long as it exists."""
+    """A function that calls a method of an object, without keeping that alive, as long as it exists."""
     held = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -59,13 +59,13 @@ _LIGHTEST, _DARKEST = 0.8, 0.35
 
 
 def fixed_level(name: str) -> int | None:
-    """Return the level that a policy's name such as "level-8" fixes, or None."""
+    """The level that a policy's name such as "level-8" fixes, or None."""
     match = re.fullmatch(r"level([+-]\d+)", name)
     return int(match[1]) if match else None
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return each policy's or system's colour; fixed levels get greys, the lowest the lightest.
+    """Each policy's or system's colour; fixed levels get greys, the lowest the lightest.
 
     Raises KeyError for a name without a colour.
     """
@@ -77,7 +77,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def line_style(name: str, colour: str) -> dict[str, Any]:
-    """Return the style of a policy's or system's line: ours is thick, and in front."""
+    """The style of a policy's or system's line: ours is thick, and in front."""
     ours = colour == OURS
     return {
         "color": colour,
@@ -88,7 +88,7 @@ def line_style(name: str, colour: str) -> dict[str, Any]:
 
 
 def bar_style(name: str, colour: str) -> dict[str, Any]:
-    """Return the style of a policy's or system's bars."""
+    """The style of a policy's or system's bars."""
     return {"color": colour, "edgecolor": "white", "hatch": "////" if name in DASHED else None}
 
 

@@ -26,7 +26,7 @@ WIDEST = 14.0
 
 
 def heading(name: str, schedule: Schedule) -> str:
-    """Return a schedule's name with its length and the share of it that stages wait."""
+    """A schedule's name with its length and the share of it that stages wait."""
     return f"{name}: {schedule.length:.4g} units, {schedule.idle_share:.1%} idle"
 
 
@@ -113,7 +113,7 @@ def _letters(schedule: Schedule) -> Callable[[Job], str]:
 
 
 def _tokens_by_place(schedule: Schedule, colours: int) -> dict[int, str]:
-    """Return the name of each colour, by its place: the tokens that have it."""
+    """The name of each colour, by its place: the tokens that have it."""
     tokens = sorted({job.token for job in _jobs(schedule)})
     return {
         place: "token " + ", ".join([str(token) for token in alike[:3]] + ["..."] * (len(alike) > 3))
@@ -175,7 +175,7 @@ def _column(units: float, scale: float) -> int:
 
 
 def _rows(schedule: Schedule, scale: float) -> list[Text]:
-    """Return a line for each stage: its jobs, and dots while it waits."""
+    """A line for each stage: its jobs, and dots while it waits."""
     rows, label_of = [Text() for _ in range(schedule.stages)], _letters(schedule)
     for stage, start, duration, job in _slots(schedule):
         begin, end = _column(start, scale), _column(start + duration, scale)
@@ -191,7 +191,7 @@ def _rows(schedule: Schedule, scale: float) -> list[Text]:
 
 
 def _ruler(columns: int, scale: float) -> str:
-    """Return the time in units, at each multiple of 1, 2, 5, 10, ... that leaves room for it."""
+    """The time in units, at each multiple of 1, 2, 5, 10, ... that leaves room for it."""
     steps = (mantissa * 10**exponent for exponent in range(20) for mantissa in (1, 2, 5))
     step = next(step for step in steps if step * scale >= 6)
     line = ""

@@ -251,7 +251,7 @@ def _checkpoint(name: str, text: str, folder: pathlib.Path) -> pathlib.Path | Hu
 
 
 def _executors(place: int, given: _Executor) -> list[ExecutorOptions]:
-    """Return a table's executors, `count` of them."""
+    """A table's executors, `count` of them."""
     if given.count < 1:
         raise ConfigError(f"executors: count must be at least 1, got {given.count}.")
     name, activation = given.name or f"executor-{place}", given.activation_memory

@@ -74,7 +74,7 @@ class OpenedSystem:
         with showing(progress):
             self._progress = current_progress()  # also for work that begins later
             self._open()
-        all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
+        all_experts = sum(self._template_of(name).architecture.bytes for name in self._configs)
         self._reservation = _reserve(config, self.devices, all_experts, self._managers)
         self.graph = config.graph(self._info)
         self.check_memory()
@@ -135,17 +135,17 @@ class OpenedSystem:
         """The number of programs, which does not grow with the number of experts."""
         return sum(len(list(programs.cache)) for programs in self._programs.values())
 
-    def measure(self, *, anew: bool = False) -> Profiles:
-        """Return the experts' costs from the record; measure those that are missing (`anew`: all)."""
-        return {key: measured.profile for key, measured in self.measured(anew=anew).items()}
+    def measure(self, *, remeasure: bool = False) -> Profiles:
+        """Measure the experts' costs from the record; measure those that are missing (`remeasure`: all)."""
+        return {key: measured.profile for key, measured in self.measured(remeasure=remeasure).items()}
 
-    def measured(self, *, anew: bool = False) -> dict[tuple[str, str], Measured]:
-        """Return the costs with how well a line fits the latencies, and the memory of batches."""
+    def measured(self, *, remeasure: bool = False) -> dict[tuple[str, str], Measured]:
+        """The costs with how well a line fits the latencies, and the memory of batches."""
         measured: dict[tuple[str, str], Measured] = {}
-        self.measure_into(measured, anew=anew)
+        self.measure_into(measured, remeasure=remeasure)
         return measured
 
-    def measure_into(self, measured: dict[tuple[str, str], Measured], *, anew: bool = False) -> None:
+    def measure_into(self, measured: dict[tuple[str, str], Measured], *, remeasure: bool = False) -> None:
         """Do what `measured` does, into a dictionary that has what is measured so far after Ctrl-C."""
         devices = {device.platform: device for device in self.devices}
         architectures = {expert.architecture for expert in self.experts.values()}
@@ -155,12 +155,14 @@ class OpenedSystem:
             self._prepare()
             with long_work("measuring architectures", total=len(pairs)) as work:
                 for architecture, device in pairs:
-                    measured[architecture.name, device.platform] = self._measure(architecture, device, anew=anew)
+                    measured[architecture.name, device.platform] = self._measure(
+                        architecture, device, remeasure=remeasure
+                    )
                     work.advance()
 
     # -- parts --
 
-    def _measure(self, architecture: Architecture, device: Any, *, anew: bool) -> Measured:
+    def _measure(self, architecture: Architecture, device: Any, *, remeasure: bool) -> Measured:
         """Measure by the first expert that can be loaded."""
         loader, beside = self._loader([device]), self.devices.count(device)
         try:
@@ -173,7 +175,7 @@ class OpenedSystem:
                         name,
                         max_batch=self.config.max_batch,
                         beside=1 if self.config.policy.one_executor else beside,
-                        anew=anew,
+                        remeasure=remeasure,
                     )
                 except LoadError as error:
                     log.warning("%s", error)
@@ -190,7 +192,7 @@ class OpenedSystem:
                 try:
                     self.experts[name] = self._open_expert(name)
                 except (CheckpointError, OSError) as error:
-                    self._break(name, error)
+                    self._mark_broken(name, error)
                 work.advance()
         if not self.experts:
             raise LoadError(f"no expert can be opened; the first: {next(iter(self.broken.values()))}")
@@ -216,17 +218,17 @@ class OpenedSystem:
                         f"{kind.takes}; an input goes on as it is: give both the same image_size, or tokenizer."
                     )
 
-    def _break(self, name: str, error: Exception) -> None:
+    def _mark_broken(self, name: str, error: Exception) -> None:
         self.broken[name] = error
         log.warning("expert %s cannot be used: %s", name, error)
 
-    def _like(self, name: str) -> OpenedExpert:
-        """Return the expert; if it cannot be opened, the one it is assumed to be like: the named one, or the first."""
+    def _template_of(self, name: str) -> OpenedExpert:
+        """The expert; if it cannot be opened, the one it is assumed to be like: the named one, or the first."""
         named = self._configs[name].like or name
         return self.experts.get(name) or self.experts.get(named) or next(iter(self.experts.values()))
 
     def _find(self, name: str) -> OpenedExpert:
-        """Return the expert, opening it again if that failed before. Raises LoadError."""
+        """Find the expert, opening it again if that failed before. Raises LoadError."""
         if name not in self.experts:
             try:
                 expert = self._open_expert(name)
@@ -237,7 +239,7 @@ class OpenedSystem:
                     f"its architecture is {expert.architecture.name}, which no expert had that was there at the start; "
                     "start the system again."
                 )
-            differs = expert.architecture != self._like(name).architecture
+            differs = expert.architecture != self._template_of(name).architecture
             self.experts[name] = expert
             self.broken.pop(name, None)
             if differs:
@@ -245,7 +247,7 @@ class OpenedSystem:
         return self.experts[name]
 
     def _find_to_load(self, name: str) -> OpenedExpert:
-        """Return the expert for a load, which has room only for the assumed architecture. Raises LoadError."""
+        """Find the expert for a load, which has room only for the assumed architecture. Raises LoadError."""
         assumed, expert = self.graph.experts[name], self._find(name)
         if self.graph.experts[name].architecture != assumed.architecture:
             raise LoadError(
@@ -261,12 +263,12 @@ class OpenedSystem:
                 try:
                     write_expert(expert.opened)
                 except CheckpointError as error:
-                    self._break(expert.name, error)
+                    self._mark_broken(expert.name, error)
                 work.advance()
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
-        """Return an expert's description for the scheduler."""
-        architecture = self._like(expert.name).architecture
+        """An expert's description for the scheduler."""
+        architecture = self._template_of(expert.name).architecture
         return ExpertInfo(
             name=expert.name,
             architecture=architecture.name,
@@ -293,7 +295,7 @@ class OpenedSystem:
                 work.advance()
 
     def _loader(self, devices: list[Any]) -> ExpertLoader:
-        """Return a loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""
+        """A loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
         method = weakref.WeakMethod(self._find_to_load)  # weak: the loader must not keep the system alive
 
@@ -346,7 +348,7 @@ def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
 
 
 def _device(executor: ExecutorOptions) -> Any:
-    """Return the device of an executor. Raises ConfigError if it does not exist here."""
+    """The device of an executor. Raises ConfigError if it does not exist here."""
     if executor.device is None:
         return jax.local_devices()[0]
     platform, _, index = executor.device.partition(":")

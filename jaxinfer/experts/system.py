@@ -172,12 +172,12 @@ class System(OpenedSystem, Closeable):
             self._reservation.release()
             trim_heap()
 
-    def perform(self, action: Action) -> Sequence[Judgement]:
-        """Carry out a scheduler's action now: for a `Simulator(system.scheduler, act=system.perform)`.
+    def run_now(self, action: Action) -> Sequence[Judgement]:
+        """Carry out a scheduler's action now: for a `Simulator(system.scheduler, act=system.run_now)`.
 
         Returns a batch's answers, to zeros as inputs.
         """
-        return self._runner.perform(action)
+        return self._runner.run_now(action)
 
     @property
     def is_running(self) -> bool:
@@ -190,25 +190,25 @@ class System(OpenedSystem, Closeable):
         return self.scheduler.statistics
 
     @property
-    def initially(self) -> set[str]:
+    def initial_experts(self) -> set[str]:
         """The experts that were loaded at the start."""
-        return self._initially
+        return self._initial_experts
 
     def _start(self) -> None:
         """Load the experts that are placed at the start."""
         devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
         self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
         placed = [(pool, name) for pool, names in self.scheduler.manager.place().items() for name in names]
-        self._initially: set[str] = set()
+        self._initial_experts: set[str] = set()
         with long_work("loading experts", total=len(placed)) as work:
             for pool, name in placed:
                 try:
                     self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
-                    self._initially.add(name)
+                    self._initial_experts.add(name)
                 except InsufficientMemoryError as error:
                     log.warning("%s", error)
                     self.scheduler.manager.remove_placed(pool, name)
                 except LoadError as error:
-                    self._break(name, error)
+                    self._mark_broken(name, error)
                     self.scheduler.manager.remove_placed(pool, name)
                 work.advance()

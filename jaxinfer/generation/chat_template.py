@@ -123,7 +123,7 @@ class ChatTemplates:
         return _render(template, arguments)
 
     def _find(self, name: str | None, has_tools: bool) -> str:
-        """Return the template of this name; without a name, the default for with or without tools."""
+        """Find the template of this name; without a name, the default for with or without tools."""
         known = ", ".join(self.names) or "none"
         if name is not None:
             if name not in self._templates and "{" not in name:
@@ -272,7 +272,7 @@ def _separate_files(folder: Path) -> dict[str, str]:
 
 
 def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:
-    """Return the templates under `chat_template` in a file's content."""
+    """The templates under `chat_template` in a file's content."""
     match check(f"{path}: chat_template", content.get("chat_template"), _Templates):
         case None:
             return {}
@@ -287,7 +287,7 @@ def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
-    """Return the tokens that templates know by name (bos_token and the like).
+    """The tokens that templates know by name (bos_token and the like).
 
     legacy: special_tokens_map.json, from when tokenizer_config.json did not have all tokens; it overrides the config.
     """

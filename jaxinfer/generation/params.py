@@ -17,7 +17,7 @@ from jaxinfer.generation.fields import (
     check_fields,
     shown,
 )
-from jaxinfer.generation.other_names import SAMPLING, refuses
+from jaxinfer.generation.foreign_options import SAMPLING, refuses
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
 MAX_STOP_TOKEN_IDS = 16

@@ -43,11 +43,11 @@ class Tokenizer:
         return cls(folder) if read_file(folder, TOKENIZER) is not None else None
 
     def to_json(self) -> str:
-        """Return the text of its `tokenizer.json`."""
+        """The text of its `tokenizer.json`."""
         return self._tokenizer.to_str()
 
     def _byte_ids(self) -> set[int]:
-        """Return the tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
+        """The tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
         ids = [self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         letter = ids[ord("a")]
         joins = letter is not None and self._tokenizer.decode([letter]) == "a"
@@ -88,7 +88,7 @@ class Tokenizer:
 
 
 def as_list[T](prompts: T | Sequence[T]) -> list[T]:
-    """Return one prompt or several as a list; a list that begins with a number is one prompt. Lists are copied."""
+    """One prompt or several as a list; a list that begins with a number is one prompt. Lists are copied."""
     prompts = copied(prompts)
     if not isinstance(prompts, list) or (prompts and _is_number(prompts[0])):
         return [cast(T, prompts)]
@@ -159,14 +159,14 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=bool(self._skipped))
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes, often empty."""
+        """The text that this token completes, often empty."""
         if token in self._skipped:
             return ""
         self._ids.append(token)
         return "" if token in self._tokenizer.byte_ids else self._take()
 
     def flush(self) -> str:
-        """Return the text that has waited; no token follows."""
+        """The text that has waited; no token follows."""
         return self._take(whole=True)
 
     def _take(self, *, whole: bool = False) -> str:

@@ -56,7 +56,7 @@ class Commit:
         return {"repository": self.name.repository, "commit": self.hash}
 
     def fetch(self, out: Path | None = None) -> Path:
-        """Return a Hugging Face directory with what a model needs: safetensors, configs and tokenizer.
+        """Fetch a Hugging Face directory with what a model needs: safetensors, configs and tokenizer.
 
         Files that were fetched before are in the hub's cache, and are taken from there.
 
@@ -115,7 +115,7 @@ class Commit:
     def _require_weights(self, sizes: Mapping[str, int]) -> None:
         """Raise HubError for a repository without safetensors, which says what there is."""
         if "adapter_config.json" in sizes and CONFIG not in sizes:
-            raise HubError(f"{self.name}: a LoRA adapter; load its base model, and give it by `adapters`.")
+            raise HubError(f"{self.name} is a LoRA adapter; load its base model, and pass the adapter in `adapters`.")
         if any("/" not in name and name.endswith(".safetensors") for name in sizes):
             return
         files = [name for name in sizes if name.endswith((".gguf", ".safetensors", *_PICKLES))]
@@ -123,7 +123,7 @@ class Commit:
         remedy = "name a repository of a model"
         if any(name.endswith(".gguf") for name in files):
             remedy = (
-                f"of GGUF, fetch one file with `hf download {self.name.repository} FILE --local-dir DIR`, and give "
+                f"for GGUF, download one file with `hf download {self.name.repository} FILE --local-dir DIR`, and name "
                 "DIR/FILE here"
             )
         elif any(name.endswith(_PICKLES) for name in files):
@@ -132,17 +132,17 @@ class Commit:
                 "a pull request has them), or save them with save_pretrained(DIR, safe_serialization=True)"
             )
         elif files:
-            remedy = "its parts are models of their own, as a pipeline has them, which is not implemented"
-        raise HubError(f"{self.name} has no safetensors at its top, {has}; {remedy}.")
+            remedy = "it is a pipeline of several models, which is not implemented"
+        raise HubError(f"{self.name} has no safetensors in its top folder, {has}; {remedy}.")
 
     def _weights(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
-        """Return the names of the files that the weights are in, as the converter will choose them."""
+        """The names of the files that the weights are in, as the converter will choose them."""
         if SINGLE in sizes:
             return [SINGLE]
         if INDEX in sizes:
             names = sorted(read_index(folder))
             if missing := [name for name in names if name not in sizes or not name.endswith(".safetensors")]:
-                raise HubError(f"{self}: {INDEX} names {', '.join(missing)}, which it has not as safetensors.")
+                raise HubError(f"{self}: {INDEX} lists {', '.join(missing)}, which are not there as safetensors.")
             return names
         names = [name for name in sizes if "/" not in name and name.endswith(".safetensors")]
         if len(names) > 1:
@@ -176,7 +176,7 @@ class Commit:
 
 
 def find(name: HubName, known: str | None = None) -> Commit:
-    """Return the commit that a name means.
+    """Find the commit that a name means.
 
     Args:
       name: the repository and the revision.
@@ -232,7 +232,7 @@ def _download(name: HubName, file: str, revision: str, bar: type | None = None) 
 
 
 def _bar_of(work: LongWork | None) -> type:
-    """Return a class that `huggingface_hub` takes for tqdm's, and tells of the bytes of a file."""
+    """A class that `huggingface_hub` takes for tqdm's, and tells of the bytes of a file."""
 
     class Bar:
         def __init__(self, *_: object, initial: int = 0, **__: object):
@@ -261,7 +261,7 @@ def _bar_of(work: LongWork | None) -> type:
 
 
 def _cache_of(repository: str) -> Path:
-    """Return the folder of a repository in the hub's cache on this machine, with its `refs` and `snapshots`."""
+    """The folder of a repository in the hub's cache on this machine, with its `refs` and `snapshots`."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().absolute() / f"models--{repository.replace('/', '--')}"
@@ -283,7 +283,7 @@ def _check_room(what: str, sizes: Mapping[Path, int]) -> None:
     for device, size in needed.items():
         if (free := shutil.disk_usage(places[device]).free) < size:
             raise HubError(
-                f"{what}: its weights need {size / 1e9:.2f} GB in {places[device]}, fetched and converted, and "
+                f"{what}: downloading and converting its weights needs {size / 1e9:.2f} GB in {places[device]}, and "
                 f"{free / 1e9:.2f} GB are free; free some, or set HF_HOME or JAXINFER_CACHE to another disk."
             )
 
@@ -295,7 +295,7 @@ def _explained(name: HubName, file: str = "") -> Iterator[None]:
 
     what, page = f"{name}: {file}" if file else f"{name}", f"{constants.ENDPOINT}/{name.repository}"
     by_hand = (
-        f"fetch it where there is a network, with `hf download {name.repository} --local-dir DIR`, and give DIR here"
+        f"download it on a machine with a network (`hf download {name.repository} --local-dir DIR`) and name DIR here"
     )
     try:
         yield
@@ -310,13 +310,13 @@ def _explained(name: HubName, file: str = "") -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(
-            f"{name.repository} has no revision {name.revision!r}; see {page}/commits for those that it has."
+            f"{name.repository} has no revision {name.revision!r}; see {page}/commits for its revisions."
         ) from error
     except errors.HFValidationError as error:
-        raise HubError(f"{name}: no such folder here, and no name of a repository: {error}") from error
+        raise HubError(f"{name}: no such folder here, and not a valid repository name: {error}") from error
     except errors.OfflineModeIsEnabled as error:
         raise UnreachableError(
-            f"{name} is not on this machine, and HF_HUB_OFFLINE says not to ask the hub: unset it, or {by_hand}."
+            f"{name} is not on this machine, and HF_HUB_OFFLINE forbids downloads: unset it, or {by_hand}."
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
@@ -333,6 +333,6 @@ def _explained(name: HubName, file: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise HubError(
-                f"{what}: the disk of {constants.HF_HUB_CACHE} is full; free some, or set HF_HOME."
+                f"{what}: the disk of {constants.HF_HUB_CACHE} is full; free some space, or set HF_HOME to another one."
             ) from error
         raise HubError(f"{what}: {error}") from error

@@ -24,7 +24,7 @@ Model = Decoder | Encoder | ResNet | Yolo | ViT
 
 
 def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -> Model:
-    """Return the model of a config, with random weights."""
+    """Build the model of a config, with random weights."""
     match config:
         case DecoderConfig():
             return Decoder(config, weights, rngs=rngs)
@@ -39,7 +39,7 @@ def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -
 
 
 def abstract_model(config: ModelConfig, weights: WeightFormat) -> Model:
-    """Return the model with shapes in place of arrays."""
+    """The model with shapes in place of arrays."""
     return nnx.eval_shape(lambda: build_model(config, weights, rngs=nnx.Rngs(0)))
 
 
@@ -50,24 +50,24 @@ def split_model(config: ModelConfig, weights: WeightFormat) -> tuple[nnx.GraphDe
 
 
 def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> nnx.State:
-    """Return the state that has these leaves, in the order of `describe_leaves`."""
+    """The state that has these leaves, in the order of `describe_leaves`."""
     return jax.tree.unflatten(jax.tree.structure(split_model(config, weights)[1]), leaves)
 
 
 def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
-    """Return the model with these leaves, in the order of `describe_leaves`."""
+    """Merge the model with these leaves, in the order of `describe_leaves`."""
     return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
 
 
 def merge_parts(config: ModelConfig, weights: WeightFormat, parts: Mapping[str, jax.Array]) -> Any:
-    """Return the model with these leaves by name, and shapes alone in place of the others."""
+    """Merge the model with these leaves by name, and shapes alone in place of the others."""
     graph, state = split_model(config, weights)
     leaves = [parts.get(name, leaf) for name, leaf in zip(variables(state), jax.tree.leaves(state), strict=True)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
 def variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
-    """Return the parameters by name, in the order of `jax.tree.leaves`."""
+    """The parameters by name, in the order of `jax.tree.leaves`."""
     state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
     return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
 
@@ -81,5 +81,5 @@ def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
 
 
 def leaf_name(path: tuple[object, ...]) -> str:
-    """Return a parameter's name from its path: `layers.0.mlp.gate_up.weight` for `layers[0].mlp.gate_up.weight`."""
+    """A parameter's name from its path: `layers.0.mlp.gate_up.weight` for `layers[0].mlp.gate_up.weight`."""
     return ".".join(map(str, path))

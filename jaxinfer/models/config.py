@@ -194,7 +194,7 @@ class PositionsConfig:
                 )
 
     def for_context(self, context: int) -> "PositionsConfig":
-        """Return the positions of an engine whose requests have at most so many tokens, which LongRoPE depends on."""
+        """The positions of an engine whose requests have at most so many tokens, which LongRoPE depends on."""
         if self.scaling is None or self.scaling.kind != "longrope":
             return self
         longer = context > self.scaling.original_context
@@ -248,7 +248,7 @@ class AttentionConfig:
         return alibi_slopes(self.q_heads) if self.alibi is None else self.alibi
 
     def score_scale(self, layer: int) -> float:
-        """Return the factor of the scores in one layer."""
+        """Compute the factor of the scores in one layer."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return scale / (layer + 1) if self.scale_by_inverse_layer else scale
 
@@ -359,7 +359,7 @@ class _LayersConfig:
             raise ValueError(f"{type(self).__name__}.mlp.moe is not implemented: only decoders have experts.")
 
     def mlp_in(self, layer: int) -> MlpConfig:
-        """Return the MLP of one layer."""
+        """The MLP of one layer."""
         return self.mlp
 
     @property
@@ -369,7 +369,7 @@ class _LayersConfig:
         return tuple(first.setdefault(self._computed_by(layer), layer) for layer in range(self.layers))
 
     def _computed_by(self, layer: int) -> tuple[object, ...]:
-        """Return all that layers may differ in besides their weights."""
+        """All that layers may differ in besides their weights."""
         return self.attention.score_scale(layer), self.attention.window(layer), self.mlp_in(layer)
 
 
@@ -391,7 +391,7 @@ class _TransformerConfig(_LayersConfig):
             raise ValueError(f"rotary_dim={rotary_dim} is larger than head_dim={self.attention.head_dim}.")
 
     def positions_in(self, layer: int) -> PositionsConfig:
-        """Return the positions that one layer goes by."""
+        """The positions that one layer goes by."""
         return self.positions
 
     @property
@@ -474,7 +474,7 @@ class DecoderConfig(_TransformerConfig):
         )
 
     def for_context(self, context: int) -> "DecoderConfig":
-        """Return the config in an engine whose requests have at most so many tokens; weights and caches are as here."""
+        """The config in an engine whose requests have at most so many tokens; weights and caches are as here."""
         return dataclasses.replace(
             self,
             positions=self.positions.for_context(context),

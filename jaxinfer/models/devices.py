@@ -61,17 +61,17 @@ def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None,
 
 
 def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
-    """Return the devices of a mesh; without one, this process's first device."""
+    """The devices of a mesh; without one, this process's first device."""
     return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
 def host_device() -> Any:
-    """Return the CPU of this machine, whatever the other devices are."""
+    """The CPU of this machine, whatever the other devices are."""
     return jax.local_devices(backend="cpu")[0]
 
 
 def device_name(device: Any) -> str:
-    """Return a device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that XLA uses."""
+    """A device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that XLA uses."""
     if device.platform != "cpu":
         return device.device_kind
     cores = min(usable_cores(), int(os.environ.get("NPROC") or usable_cores()))  # XLA has at most NPROC threads
@@ -97,7 +97,7 @@ def fetch_sharding_on(
 def placed_leaf(
     leaf: Leaf, mesh: Mesh | AbstractMesh | None, rules: ShardingRules, *, staged: bool = False
 ) -> jax.ShapeDtypeStruct:
-    """Return a leaf as programs take it. staged: whether it is one of each stage, put one after the other."""
+    """A leaf as programs take it. staged: whether it is one of each stage, put one after the other."""
     shape, dtype = leaf.shape, np.dtype(leaf.dtype)
     if mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_on(None, rules, leaf.axes, shape))
@@ -107,20 +107,20 @@ def placed_leaf(
 
 
 def mesh_of_stage(mesh: Mesh, stage: int) -> Mesh:
-    """Return the part of a mesh that one stage of a pipeline has."""
+    """The part of a mesh that one stage of a pipeline has."""
     devices = mesh.devices.take([stage], axis=mesh.axis_names.index("pipeline"))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def default_dtype(mesh: Mesh | None) -> str | None:
-    """Return the dtype to compute in if none is asked for; None: as stored."""
+    """The dtype to compute in if none is asked for; None: as stored."""
     if devices_of(mesh)[0].platform == "cpu":
         return "float32"  # a CPU would convert halves back and forth
     return None
 
 
 def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> int:
-    """Return the bytes that each device stores of these leaves."""
+    """The bytes that each device stores of these leaves."""
     total = 0
     for leaf in leaves.values():
         shape = leaf.shape if mesh is None else rules.sharding(mesh, leaf.axes, leaf.shape).shard_shape(leaf.shape)
@@ -137,14 +137,14 @@ def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None, remedy: s
 
 
 def available_bytes(mesh: Mesh | None = None) -> int:
-    """Return the bytes that are free for arrays on each device; CPU devices share the host's."""
+    """The bytes that are free for arrays on each device; CPU devices share the host's."""
     devices = devices_of(mesh)
     free = device_available_bytes(devices[0])
     return free // len(devices) if devices[0].platform == "cpu" else free
 
 
 def device_available_bytes(device: Any) -> int:
-    """Return the bytes that are free on a device; a CPU has the host's."""
+    """The bytes that are free on a device; a CPU has the host's."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -152,20 +152,20 @@ def device_available_bytes(device: Any) -> int:
 
 
 def device_total_bytes(device: Any) -> int | None:
-    """Return the bytes that a device has for arrays, free or not; a CPU has the host's. None: not known."""
+    """The bytes that a device has for arrays, free or not; a CPU has the host's. None: not known."""
     if device.platform == "cpu":
         return host_total_bytes()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Return the bytes that the machine has free, or that this process's container may still take if that is less."""
+    """The bytes that the machine has free, or that this process's container may still take if that is less."""
     available = _meminfo(root, "MemAvailable")
     return min([available, *(free for group in _containers(root) if (free := group.free) is not None)])
 
 
 def host_total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Return the bytes that the machine has, or that this process's container may take in all if that is less."""
+    """The bytes that the machine has, or that this process's container may take in all if that is less."""
     total = _meminfo(root, "MemTotal")
     return min([total, *(limit for group in _containers(root) if (limit := group.limit) is not None)])
 

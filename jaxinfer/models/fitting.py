@@ -53,7 +53,7 @@ class Fitting:
     takes: Mapping[str, Take] = dataclasses.field(default_factory=dict)
 
     def of_leaf(self, name: str, stored: Leaf) -> tuple[Take | None, ...]:
-        """Return the take of each dimension of a stored leaf; None: all. Raises ValueError if int4 groups are split."""
+        """The take of each dimension of a stored leaf; None: all. Raises ValueError if int4 groups are split."""
         linear = name.rpartition(".")[0]
         if (take := self._take(linear)) is None:
             return (None,) * len(stored.shape)
@@ -67,7 +67,7 @@ class Fitting:
         return self.takes.get(linear, self.takes.get(linear.rpartition(".")[2]))
 
     def take(self, linear: str, array: np.ndarray, dim: int) -> np.ndarray:
-        """Return the fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
+        """Compute the fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
         if (take := self._take(linear)) is None:
             return array
         shape = [1] * array.ndim
@@ -75,12 +75,12 @@ class Fitting:
         return np.take(array, np.maximum(take, 0), axis=dim) * (take >= 0).reshape(shape).astype(array.dtype)
 
     def size(self, linear: str) -> int:
-        """Return the size of the dimension of a linear or embedding that can be split."""
+        """The size of the dimension of a linear or embedding that can be split."""
         take = self._take(linear)
         return self.stored_size(linear) if take is None else len(take)
 
     def stored_size(self, linear: str) -> int:
-        """Return the size of the dimension of a linear or embedding that can be split, in the stored model."""
+        """The size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
         assert not isinstance(config, VisionConfig)
         attention = config.attention
@@ -194,7 +194,7 @@ def _fit(
 
 
 def _fit_mlp(mlp: MlpConfig, ways: Mapping[str, int], weights: WeightFormat) -> MlpConfig:
-    """Return an MLP, or a mixture of experts, whose widths divide."""
+    """Fit an MLP, or a mixture of experts, whose widths divide."""
     if mlp.moe is None:
         return dataclasses.replace(mlp, hidden=_fit_width(mlp.hidden, ways["mlp"], weights))
     moe, hidden = mlp.moe, _fit_width(mlp.hidden, ways["expert_mlp"], weights)
@@ -224,7 +224,7 @@ def _fit_mlps(config: TransformerConfig, ways: Mapping[str, int], weights: Weigh
 def _fit_heads(
     attention: AttentionConfig, ways: int, weights: WeightFormat
 ) -> tuple[AttentionConfig, dict[str, Take] | None]:
-    """Return the attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
+    """Fit the attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
 
     inputs, sizes = attention.q_heads * attention.head_dim, []
     for copies in range(1, attention.group + 1):
@@ -274,13 +274,13 @@ def _row(query: int, attention: AttentionConfig) -> int:
 
 
 def _features(heads: np.ndarray, head_dim: int) -> Take:
-    """Return the features of some heads; -1 stays -1."""
+    """The features of some heads; -1 stays -1."""
     features = heads[:, None] * head_dim + np.arange(head_dim)
     return np.where(heads[:, None] < 0, -1, features).reshape(-1)
 
 
 def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
-    """Return the least width of at least `size` inputs that divides."""
+    """Fit the least width of at least `size` inputs that divides."""
     fitted = _least_that_fits(size, _round_up(size, ways), ways, ways, weights)
     if fitted is None:
         raise ValueError(_never_fits("mlp.down", size))
@@ -288,7 +288,7 @@ def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
 
 
 def _least_that_fits(size: int, start: int, step: int, ways: int, weights: WeightFormat) -> int | None:
-    """Return the least of start, start + step, ... inputs that `_fits`; after GROUP of them it repeats itself."""
+    """The least of start, start + step, ... inputs that `_fits`; after GROUP of them it repeats itself."""
     return next((n for n in range(start, start + GROUP * step, step) if _fits(size, n, ways, weights)), None)
 
 
@@ -311,7 +311,7 @@ def _padded(size: int, fitted: int) -> Take:
 
 
 def _in_groups(name: str, take: Take, size: int, stored: int) -> Take:
-    """Return a take of `size` elements, for a dimension that stores them in `stored` words or groups."""
+    """A take of `size` elements, for a dimension that stores them in `stored` words or groups."""
     if stored == size:
         return take
     groups = take.reshape(-1, GROUP)

@@ -22,7 +22,7 @@ MAX_BYTES = 16 << 20
 
 @functools.cache
 def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> Mapping[str, Leaf]:
-    """Return the leaves of a model in this format, by name, in the order in which programs take them.
+    """The leaves of a model in this format, by name, in the order in which programs take them.
 
     The model itself says what they are, which takes building it without arrays; so the answer is kept on disk.
     """
@@ -62,7 +62,7 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
 def leaves_of_part(
     config: ModelConfig, weights: WeightFormat, layer: int | None, expert: int | None = None
 ) -> dict[str, Leaf]:
-    """Return the leaves that belong together, in the order of `canonical_leaves`.
+    """The leaves that belong together, in the order of `canonical_leaves`.
 
     Args:
       layer: whose they are; None: those of no layer, which are there once.
@@ -75,16 +75,16 @@ def leaves_of_part(
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer that a leaf belongs to; None for embeddings, the head and what else is there once."""
+    """The layer that a leaf belongs to; None for embeddings, the head and what else is there once."""
     first, *rest = name.split(".")
     return int(rest[0]) if first == "layers" else None
 
 
 def scale_name(name: str) -> str:
-    """Return the leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
+    """The leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"
 
 
 def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
-    """Return the format whose matrices have this dtype; None for a float."""
+    """The format whose matrices have this dtype; None for a float."""
     return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)

@@ -52,7 +52,7 @@ class Stages:
         return len(self.layers)
 
     def at(self, position: int) -> tuple[int | None, ...]:
-        """Return the layer that each stage has at a position."""
+        """The layer that each stage has at a position."""
         return tuple(stage[position] for stage in self.layers)
 
     def there(self, position: int) -> tuple[bool, ...]:
@@ -60,12 +60,12 @@ class Stages:
         return tuple(layer is not None for layer in self.at(position))
 
     def example(self, position: int) -> int:
-        """Return a layer of the model of the kind that a position has."""
+        """Compute a layer of the model of the kind that a position has."""
         return next(layer for layer in self.at(position) if layer is not None)
 
     @functools.cache  # noqa: B019  # stages are few, and are kept by `divide` anyway
     def leaves(self, weights: WeightFormat) -> Mapping[str, StageLeaf]:
-        """Return the leaves that programs take, by name and position, in their order."""
+        """The leaves that programs take, by name and position, in their order."""
         canonical, ends = canonical_leaves(self.config, weights), self._ends(weights)
         between = (None,) * (self.count - 2)
         leaves = dict[str, StageLeaf]()
@@ -88,13 +88,13 @@ class Stages:
         return ends if alike else {}
 
     def order(self, weights: WeightFormat) -> tuple[int, ...]:
-        """Return the place of each of the model's leaves, in their order, among `leaves`."""
+        """The place of each of the model's leaves, in their order, among `leaves`."""
         places = {name: place for place, name in enumerate(self.leaves(weights))}
         firsts = {last: first for first, last in self._ends(weights).items()}
         return tuple(places[firsts.get(name, name)] for name in canonical_leaves(self.config, weights))
 
     def stage_of(self, weights: WeightFormat) -> dict[str, int]:
-        """Return the stage of each leaf of the model that one stage alone has, by name."""
+        """The stage of each leaf of the model that one stage alone has, by name."""
         parts = [leaf.parts for leaf in self.leaves(weights).values()]
         return {name: stage for part in parts for stage, name in enumerate(part) if name is not None}
 
@@ -104,7 +104,7 @@ class Stages:
 
 
 def stages_on(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> Stages | None:
-    """Return the stages of a model on a mesh; None: each device has parts of all layers.
+    """The stages of a model on a mesh; None: each device has parts of all layers.
 
     Raises ValueError for a model whose layers cannot be divided so.
     """
@@ -153,7 +153,7 @@ def _divides(config: DecoderConfig, count: int) -> bool:
 def _side_by_side(
     parts: Sequence[Sequence[int]], kinds: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int | None, ...], ...]]:
-    """Return the kind of layer at each position, and the layer that each stage has there."""
+    """The kind of layer at each position, and the layer that each stage has there."""
     pattern: tuple[int, ...] = ()
     for part in parts:
         pattern = _shortest_common(pattern, tuple(kinds[layer] for layer in part))
@@ -172,7 +172,7 @@ def _place(layers: Sequence[int], kinds: Sequence[int], pattern: Sequence[int]) 
 
 
 def _shortest_common(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shortest sequence that has both within it, in their order."""
+    """The shortest sequence that has both within it, in their order."""
     # length[i][j]: of the shortest one for a[i:] and b[j:]
     length = [[len(a) - i + len(b) - j for j in range(len(b) + 1)] for i in range(len(a) + 1)]
     for i in reversed(range(len(a))):

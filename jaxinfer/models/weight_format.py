@@ -20,7 +20,7 @@ class WeightFormat:
     quantized: QuantizedFormat | None = None
 
     def of_matrix(self, inputs: int) -> QuantizedFormat | None:
-        """Return the format of a matrix with this many inputs: int4 needs whole groups of them, others are int8."""
+        """The format of a matrix with this many inputs: int4 needs whole groups of them, others are int8."""
         return "int8" if self.quantized == "int4" and inputs % GROUP else self.quantized
 
     @property

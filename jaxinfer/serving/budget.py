@@ -220,7 +220,7 @@ class Reservation:
         self._released = True
 
     def holding(self, budget: Budget, tenant: str, size: int) -> Holding:
-        """Return its part of a budget for a tenant of this size, with its present offer."""
+        """Its part of a budget for a tenant of this size, with its present offer."""
         offer = self._offers.get((budget, tenant), lambda: Offer(0, 0.0))
         return Holding(self.owner, tenant, size, offer())
 
@@ -242,12 +242,12 @@ _budgets: dict[str, Budget] = {}
 
 
 def host_budget() -> Budget:
-    """Return the budget of the host's memory."""
+    """The budget of the host's memory."""
     return _budget(HOST, host_total_bytes, host_available_bytes)
 
 
 def budget_of(device: Any) -> Budget:
-    """Return the budget of a device's memory; a CPU shares the host's."""
+    """The budget of a device's memory; a CPU shares the host's."""
     if device.platform == "cpu":
         return host_budget()
     total = functools.partial(device_total_bytes, device)
@@ -255,7 +255,7 @@ def budget_of(device: Any) -> Budget:
 
 
 def all_budgets() -> list[Budget]:
-    """Return the budgets that were asked for so far."""
+    """The budgets that were asked for so far."""
     return list(_budgets.values())
 
 

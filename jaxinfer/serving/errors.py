@@ -32,7 +32,7 @@ class ClosedError(ServingError):
 
 
 def closed_error(what: str) -> ClosedError:
-    """Return the error of a closed service; `what` is its subject, such as "This system"."""
+    """The error of a closed service; `what` is its subject, such as "This system"."""
     return ClosedError(f"{what} is closed: it takes no more requests, and has ended those it had.")
 
 

@@ -78,7 +78,7 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
     @abc.abstractmethod
     def poll(self, now: float) -> Sequence[Work]:
-        """Return the work that begins now, in this order. In the loop's thread, after any event or at `next_time`."""
+        """The work that begins now, in this order. In the loop's thread, after any event or at `next_time`."""
 
     @property
     def next_time(self) -> float | None:
@@ -244,7 +244,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._news.put(None)
 
     def find(self, key: Hashable) -> AnyTicket | None:
-        """Return the request of this key that has not ended."""
+        """Find the request of this key that has not ended."""
         if self._origin.forked:
             return None
         with self.lock:

@@ -89,7 +89,7 @@ def write_layer_files(
 
 
 def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False) -> pathlib.Path:
-    """Return the folder of a model's files in this format and division: another format has another folder.
+    """The folder of a model's files in this format and division: another format has another folder.
 
     base: as of `open_layer_files`.
     """
@@ -108,7 +108,7 @@ def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole
 
 
 def _cached() -> pathlib.Path:
-    """Return the folder of the user's cache that has layer folders of all models."""
+    """The folder of the user's cache that has layer folders of all models."""
     return (cache_folder() / "layers").absolute()
 
 
@@ -141,7 +141,7 @@ def _open_cache(folder: pathlib.Path, needed: int) -> None:
 
 
 def experts_of(config: ModelConfig) -> list[tuple[int, int]]:
-    """Return the layer and number of each expert, in the order of their files, which follow those of the layers."""
+    """The layer and number of each expert, in the order of their files, which follow those of the layers."""
     if not isinstance(config, DecoderConfig):
         return []
     moes = [(layer, moe) for layer in range(config.layers) if (moe := config.mlp_in(layer).moe)]
@@ -162,7 +162,7 @@ def read_leaves(
 
 
 def layer_leaves(opened: OpenedModel, layer: int, expert: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the leaves of a layer without its experts, or of one of its experts, by name, as on the devices.
+    """The leaves of a layer without its experts, or of one of its experts, by name, as on the devices.
 
     In the order in which programs take them.
     """
@@ -171,7 +171,7 @@ def layer_leaves(opened: OpenedModel, layer: int, expert: int | None = None) -> 
 
 
 def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Return the leaves of each file."""
+    """The leaves of each file."""
     if not whole:
         layers = [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
         return layers + [layer_leaves(opened, layer, expert) for layer, expert in experts_of(opened.config)]

@@ -33,7 +33,7 @@ class StreamedModel(LoadedModel):
 
 
 def layer_ranges(opened: OpenedModel, placement: Placement) -> tuple[LayerRange, ...]:
-    """Return the layers as a pass runs them."""
+    """The layers as a pass runs them."""
     config = opened.transformer
     return placement.ranges(config.layer_kinds, config.moe_layers if isinstance(config, DecoderConfig) else ())
 

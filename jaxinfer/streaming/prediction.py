@@ -222,7 +222,7 @@ def _product_seconds(devices: Sequence[Any], dtype: np.dtype, outputs: int, toke
 
 
 def _best_seconds(run: Callable[[], Any]) -> float:
-    """Return the least seconds of a call until its results are there, after a call that compiles."""
+    """The least seconds of a call until its results are there, after a call that compiles."""
     seconds = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()

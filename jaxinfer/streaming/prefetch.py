@@ -107,7 +107,7 @@ class Prefetcher:
         return arrays
 
     def _ahead(self) -> int | None:
-        """Return the first layer of the queue that no computation uses."""
+        """The first layer of the queue that no computation uses."""
         return self._queue[self._used][0] if len(self._queue) > self._used else None
 
     def computing(self, result: Any, layers: int = 1) -> None:

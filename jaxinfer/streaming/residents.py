@@ -12,7 +12,7 @@ class _Resident[Value]:
 
 
 def least_recently_used[Key](keys: list[Key]) -> Iterable[Key]:
-    """Return the keys unchanged: they come least recently used first."""
+    """The keys unchanged: they come least recently used first."""
     return keys
 
 
@@ -54,7 +54,7 @@ class Residents[Key: Hashable, Value]:
         return True
 
     def victims(self, size: int) -> list[Key] | None:
-        """Return the items to evict for this size, without evicting them; None if even that leaves too little room."""
+        """The items to evict for this size, without evicting them; None if even that leaves too little room."""
         chosen, room = [], self.budget - self.used
         if room >= size:
             return chosen
@@ -105,7 +105,7 @@ class Residents[Key: Hashable, Value]:
         return self._items[key].value
 
     def pinned(self, key: Key) -> Value:
-        """Return an item that has pins."""
+        """An item that has pins."""
         assert self._items[key].pins
         return self._items[key].value
 
@@ -131,7 +131,7 @@ class Residents[Key: Hashable, Value]:
         return len(self._items)
 
     def values(self) -> list[Value]:
-        """Return all items, least recently used first."""
+        """All items, least recently used first."""
         return [item.value for item in self._items.values()]
 
     def check_integrity(self) -> None:

@@ -79,7 +79,7 @@ class StreamingStatistics:
         return self.overlapped_seconds / shorter if shorter else 0.0
 
     def bandwidth(self, tier: str) -> float:
-        """Return the bytes a second while layers came from a tier; 0 if none did."""
+        """The bytes a second while layers came from a tier; 0 if none did."""
         seconds = self.fetch_seconds.get(tier, 0.0)
         return self.bytes[tier] / seconds if seconds else 0.0
 

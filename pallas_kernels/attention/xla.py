@@ -63,7 +63,7 @@ class _Rows(NamedTuple):
 def _in_groups(
     q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, alibi: jax.Array | None, **options: Any
 ) -> tuple[Callable[[_Rows], jax.Array], _Rows]:
-    """Return the attention of a group of rows, and the groups: `_Rows` of arrays [groups, B, ...]."""
+    """The attention of a group of rows, and the groups: `_Rows` of arrays [groups, B, ...]."""
     batch, tokens = q_positions.shape
     rows = math.gcd(batch, max(_TILE_Q // tokens, 1))
     groups = _Rows(*(x.reshape(batch // rows, rows, *x.shape[1:]) for x in (q, page_table, q_positions)))
@@ -135,12 +135,12 @@ def _attend_rows(
 
 
 def _first_visible(q_positions: jax.Array, last: jax.Array, window: int) -> jax.Array:
-    """Return the first position that a query's window reaches; negative positions are padding, `last` the largest."""
+    """The first position that a query's window reaches; negative positions are padding, `last` the largest."""
     return jnp.maximum(jnp.min(jnp.where(q_positions < 0, last, q_positions)) - window + 1, 0)
 
 
 def _scores(rows: jax.Array, pages: KVPages, page: jax.Array, softcap: float | None, *, one_token: bool) -> jax.Array:
-    """Return the capped scores of a tile's keys, [B, Hkv, R, S], for scaled queries [B, Hkv, R, K]."""
+    """Compute the capped scores of a tile's keys, [B, Hkv, R, S], for scaled queries [B, Hkv, R, K]."""
     k = _gather(pages.k, page, len(rows))
     if one_token:  # keys on the left: a matmul of many rows is faster than one of many columns
         scores = lax.optimization_barrier(jnp.einsum("bshk,bhrk->bhsr", k, rows)).swapaxes(-1, -2)
@@ -154,7 +154,7 @@ def _scores(rows: jax.Array, pages: KVPages, page: jax.Array, softcap: float | N
 
 
 def _visible_values(p: jax.Array, pages: KVPages, page: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a tile's weights, scaled if the cache is int8, and its values, float32 [B, S, Hkv, K].
+    """A tile's weights, scaled if the cache is int8, and its values, float32 [B, S, Hkv, K].
 
     A value that no query of a row sees may be NaN, of a request that had the page before, and 0 x NaN is NaN: it
     becomes 0.
@@ -170,13 +170,13 @@ def _visible_values(p: jax.Array, pages: KVPages, page: jax.Array, visible: jax.
 
 
 def _gather(x: jax.Array, page: jax.Array, batch: int) -> jax.Array:
-    """Return the keys (or values) of these pages, float32 [B, S, Hkv, K]."""
+    """Gather the keys (or values) of these pages, float32 [B, S, Hkv, K]."""
     num_pages, _, kv_heads, head_dim = x.shape
     gathered = x.reshape(num_pages, -1).at[page].get(mode="clip")
     return gathered.reshape(batch, -1, kv_heads, head_dim).astype(jnp.float32)
 
 
 def _gather_scales(scales: jax.Array, page: jax.Array, batch: int, page_size: int) -> jax.Array:
-    """Return the int8 scales of the keys (or values) of these pages, [B, Hkv, 1, S]."""
+    """Gather the int8 scales of the keys (or values) of these pages, [B, Hkv, 1, S]."""
     gathered = scales.at[page].get(mode="clip").reshape(batch, -1, scales.shape[-1])
     return jnp.repeat(jnp.einsum("bph->bhp", gathered), page_size, axis=-1)[:, :, None]

@@ -34,6 +34,6 @@ def activation_number(name: str | None) -> np.int32:
     return np.int32(ACTIVATIONS.index(name))
 
 
-def given(x: jax.Array | None) -> jax.Array:
-    """Return an optional argument: an empty array if there is none."""
+def or_empty(x: jax.Array | None) -> jax.Array:
+    """Compute an optional argument: an empty array if there is none."""
     return jnp.zeros(0, jnp.float32) if x is None else x

@@ -96,7 +96,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler that $CXX names, else the first of `COMPILERS` on the PATH. Raises BuildError without any."""
+    """Find the compiler that $CXX names, else the first of `COMPILERS` on the PATH. Raises BuildError without any."""
     try:
         given = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
@@ -116,18 +116,18 @@ def find_compiler() -> Compiler:
 
 
 def level_options(level: str) -> tuple[str, ...]:
-    """Return the compiler's options for a level."""
+    """The compiler's options for a level."""
     return tuple(f"-m{name}" for name in LEVELS[level])
 
 
 def levels_of(cpu_flags: Sequence[str]) -> tuple[str, ...]:
-    """Return the levels that a CPU has, the best first. cpu_flags: as Linux lists them."""
+    """The levels that a CPU has, the best first. cpu_flags: as Linux lists them."""
     has = set(cpu_flags)
     return tuple(level for level, names in LEVELS.items() if all(_LINUX_NAMES.get(name, name) in has for name in names))
 
 
 def source_files(folder: Path = FOLDER) -> list[Path]:
-    """Return the C++ files of a folder of rooms: headers and sources."""
+    """The C++ files of a folder of rooms: headers and sources."""
     return sorted(file for pattern in ("cpu/*", "*/cpu/*") for file in folder.glob(pattern) if _is_source(file))
 
 
@@ -136,19 +136,19 @@ def _is_source(file: Path) -> bool:
 
 
 def handlers(folder: Path = FOLDER) -> tuple[str, ...]:
-    """Return the names of the functions that XLA can call."""
+    """The names of the functions that XLA can call."""
     texts = (file.read_text() for file in source_files(folder) if file.suffix == ".cc")
     return tuple(sorted(name for text in texts for name in _HANDLER.findall(text)))
 
 
 def ffi_version() -> str:
-    """Return the version of XLA's foreign functions in the headers of the jaxlib that is installed."""
+    """The version of XLA's foreign functions in the headers of the jaxlib that is installed."""
     text = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     return ".".join(re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE))
 
 
 def build_digest(compiler: Compiler, level: str, cpu: Sequence[str], folder: Path = FOLDER) -> str:
-    """Return the name of what `build` makes: a digest of all that it depends on. cpu: describes the processor."""
+    """The name of what `build` makes: a digest of all that it depends on. cpu: describes the processor."""
     digest = hashlib.sha256()
     for file in source_files(folder):
         content = file.read_bytes()

@@ -43,11 +43,11 @@ class Library:
     limits: tuple[tuple[str, int], ...] = ()
 
     def most_rows(self, dtype: jax.typing.DTypeLike) -> int:
-        """Return the most rows of x that this library multiplies by a matrix stored in a dtype (uint16: int4)."""
+        """The most rows of x that this library multiplies by a matrix stored in a dtype (uint16: int4)."""
         return dict(self.limits).get(np.dtype(dtype).name, DEFAULT_ROWS)
 
     def target(self, function: str) -> str:
-        """Return the name under which XLA knows a function of this build."""
+        """The name under which XLA knows a function of this build."""
         return f"{function}_{self.digest[:12]}"
 
 
@@ -57,12 +57,12 @@ def use_library(library: Library | None) -> contextlib.AbstractContextManager[No
 
 
 def library_or_none() -> Library | None:
-    """Return the library in use, if any."""
+    """The library in use, if any."""
     return _library.value
 
 
 def most_rows(dtype: jax.typing.DTypeLike) -> int:
-    """Return the most rows of x that the library in use multiplies by a matrix stored in a dtype; without one, none."""
+    """The most rows of x that the library in use multiplies by a matrix stored in a dtype; without one, none."""
     library = library_or_none()
     return 0 if library is None else library.most_rows(dtype)
 

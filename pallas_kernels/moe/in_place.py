@@ -54,7 +54,7 @@ def expert_mlp(
 
 
 def read_experts(routing: Routing) -> jax.Array:
-    """Return the expert that each choice reads, int32 [N, k]: one that is dropped reads an expert that others read."""
+    """The expert that each choice reads, int32 [N, k]: one that is dropped reads an expert that others read."""
     kept = routing.rows < len(routing.tokens)
     return jnp.where(kept, routing.experts, routing.experts.reshape(-1)[jnp.argmax(kept)])
 
@@ -86,7 +86,7 @@ def _product(x: jax.Array, weights: Weights, experts: jax.Array) -> jax.Array:
 
 
 def _fp8_floats(weight: jax.Array) -> jax.Array:
-    """Return the numbers in float32 that bytes represent in float8_e4m3fn: a float16 of these bits, times 256."""
+    """The numbers in float32 that bytes represent in float8_e4m3fn: a float16 of these bits, times 256."""
     bits = weight.astype(jnp.uint16)
     halves = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
     return halves.astype(jnp.float32) * 256.0
@@ -122,7 +122,7 @@ def _lanes(inputs: int) -> int:
 
 
 def _of_experts(leaf: jax.Array, experts: jax.Array) -> jax.Array:
-    """Return the matrices of each row's expert, outputs first: [E, N, ...] -> [N, R, ...].
+    """Compute the matrices of each row's expert, outputs first: [E, N, ...] -> [N, R, ...].
 
     Outputs first, so that the rows of one expert read each of its outputs' inputs together, while the caches have them.
     """

@@ -43,7 +43,7 @@ def _ranking(logits: jax.Array, selection_bias: jax.Array | None, rule: Rule) ->
 
 
 def _weights(logits: jax.Array, experts: jax.Array, rule: Rule) -> jax.Array:
-    """Return the weights of the chosen experts, [N, k].
+    """Compute the weights of the chosen experts, [N, k].
 
     They are made of logits, not of the biased scores: score + bias - bias would leave nothing of a small score.
     """

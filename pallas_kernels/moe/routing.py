@@ -73,12 +73,12 @@ _MAX_LOGIT = float(jnp.finfo(jnp.float32).max)
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Return the logits with NaN and infinities as finite numbers: NaN is the lowest."""
+    """Compute the logits with NaN and infinities as finite numbers: NaN is the lowest."""
     return jnp.where(logits >= -_MAX_LOGIT, jnp.minimum(logits, _MAX_LOGIT), -_MAX_LOGIT)
 
 
 def sort_choices(experts: jax.Array, weights: jax.Array, kept: jax.Array | None, num_experts: int) -> Routing:
-    """Return the routing of choices that are made: a row for each that is kept, sorted by expert.
+    """Sort the routing of choices that are made: a row for each that is kept, sorted by expert.
 
     Args:
       experts: int32 [N, k], in 0..num_experts - 1 where the choice is kept.

@@ -18,12 +18,12 @@ _SWIZZLE_BYTES = 128  # of a row of a swizzled tile: the widest swizzle
 
 
 def swizzled(row_bytes: int = _SWIZZLE_BYTES) -> tuple[Any, ...]:
-    """Return the SMEM transforms of rows of `row_bytes`, swizzled over the banks."""
+    """The SMEM transforms of rows of `row_bytes`, swizzled over the banks."""
     return (plgpu.SwizzleTransform(row_bytes),)  # pyright: ignore[reportAbstractUsage]  # it takes it for abstract
 
 
 def swizzled_tiles(dtype: Any, row_bytes: int = _SWIZZLE_BYTES, rows: int = 8) -> tuple[Any, ...]:
-    """Return the SMEM transforms of a matrix in tiles of `rows` rows of `row_bytes`, swizzled over the banks."""
+    """The SMEM transforms of a matrix in tiles of `rows` rows of `row_bytes`, swizzled over the banks."""
     tiling = plgpu.TilingTransform((rows, row_bytes // np.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
     return (tiling, *swizzled(row_bytes))
 
@@ -34,7 +34,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def broadcast(vector: jax.Array, shape: tuple[int, ...], axis: int, layout: Any = None) -> jax.Array:
-    """Return a matrix of this shape with the vector along `axis`, repeated along the other.
+    """Compute a matrix of this shape with the vector along `axis`, repeated along the other.
 
     layout: the matrix's, for kernels whose layouts Mosaic does not infer (`LoweringSemantics.Lane`).
     """
@@ -48,12 +48,12 @@ def load_broadcast(ref: Ref, shape: tuple[int, ...], axis: int, layout: Any) -> 
 
 
 def full(shape: tuple[int, ...], value: Any, dtype: Any, layout: Any) -> jax.Array:
-    """Return an array of one value in this register layout."""
+    """An array of one value in this register layout."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """Return each element's index along `axis`, int32, in this register layout."""
+    """Compute each element's index along `axis`, int32, in this register layout."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
 
 

@@ -40,7 +40,7 @@ def gmem(array: jax.Array | jax.Ref | jax.ShapeDtypeStruct) -> Ref: ...
 @overload
 def gmem(array: jax.Array | None) -> Ref | None: ...
 def gmem(array: Any) -> Any:
-    """Return the array, for a kernel that takes it or, by its shape and dtype, writes it; None if there is none."""
+    """The array, for a kernel that takes it or, by its shape and dtype, writes it; None if there is none."""
     return array
 
 

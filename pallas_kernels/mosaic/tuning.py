@@ -19,7 +19,7 @@ _trial = jax.make_user_context(None)
 
 
 def tuned(operation: str, key: str) -> Mapping[str, int] | None:
-    """Return the tuned tile sizes of this operation and key on the device that is traced for, or None."""
+    """The tuned tile sizes of this operation and key on the device that is traced for, or None."""
     if _trial.value is not None:
         return _trial.value.lookup(operation, key)
     return _table(table_name(target_gpu().name)).get(operation, {}).get(key)
@@ -47,17 +47,17 @@ class Trial:
 
 
 def table_name(kind: str) -> str:
-    """Return the file name of a device kind's table: "NVIDIA H200" -> "nvidia_h200.json"."""
+    """The file name of a device kind's table: "NVIDIA H200" -> "nvidia_h200.json"."""
     return kind.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
 def tables() -> Traversable:
-    """Return the folder of the tables shipped with the package."""
+    """The folder of the tables shipped with the package."""
     return resources.files("jaxinfer.pallas_kernels") / "tuned"
 
 
 @functools.cache
 def _table(name: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Return a table by its file name; empty if there is none."""
+    """A table by its file name; empty if there is none."""
     file = tables() / name
     return json.loads(file.read_text()) if file.is_file() else {}

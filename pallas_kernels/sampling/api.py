@@ -14,7 +14,7 @@ _threshold = Operation("threshold", reference(plain.threshold))
 
 
 def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the best score of each row, or a NaN if there is one, and its index; of equal ones the first.
+    """The best score of each row, or a NaN if there is one, and its index; of equal ones the first.
 
     Args:
       scores: float32 [B, V].
@@ -24,7 +24,7 @@ def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
-    """Return the largest t for which the weights of all keys >= t sum to `target` or more: the cut of top-k or top-p.
+    """The largest t for which the weights of all keys >= t sum to `target` or more: the cut of top-k or top-p.
 
     Args:
       keys: int32 [B, V]. weights: float32 [B, V], not negative. target: float32 [B].

@@ -6,7 +6,7 @@ from jax import lax
 
 
 def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each row's best score and its index, by two reductions.
+    """Each row's best score and its index, by two reductions.
 
     XLA computes them with vectors on a CPU; for one that carries an index along it has a loop over numbers, 2 to 7
     times as slow.

@@ -9,7 +9,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def max_and_argmax(scores: jax.Array) -> Pair:
-    """Return each row's best score and its index, in one reduction. Arguments as of `api`."""
+    """Each row's best score and its index, in one reduction. Arguments as of `api`."""
 
     def better(left: Pair, right: Pair) -> Pair:
         wins = (left[0] > right[0]) | (left[0] != left[0])

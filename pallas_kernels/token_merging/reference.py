@@ -88,7 +88,7 @@ def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *,
 
 
 def _means(x: jax.Array, size: jax.Array, choice: _Choice) -> tuple[jax.Array, jax.Array]:
-    """Return the size-weighted mean of each output's tokens, and its size.
+    """The size-weighted mean of each output's tokens, and its size.
 
     A product with a matrix of few columns, in place of a scatter, whose order could change the sums on a GPU. A token
     that is left alone has a weight of exactly 1.

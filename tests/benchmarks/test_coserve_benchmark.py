@@ -70,7 +70,7 @@ def test_all_figures(tmp_path, monkeypatch):
     assert {"uma_switch_cut", "uma_worst_speedup", "switches_saved_vs_casual", "paper_vs_grouping_baseline"} <= names
     add_real(report)
     draw_all(report.result(), tmp_path)
-    plots = ["ablation.svg", "rates.svg", "sweeps.svg", "throughput.svg"]
+    plots = ["ablation.svg", "measured.svg", "rates.svg", "sweeps.svg", "throughput.svg"]
     assert sorted(file.name for file in tmp_path.iterdir()) == plots
     drawn = tables(report.rows)
     assert all(text.count("\n") > 1 for text in drawn.values())

@@ -300,8 +300,8 @@ def test_the_page_has_what_steps_read_and_which_kernels_ran(tmp_path):
     result = {"machine": machine, "commit": "a" * 40, "date": "2026-01-31", "versions": {"jax": "0.11.2"}, "checks": []}
     (folder / "cpu_decode.json").write_text(json.dumps(result | {"rows": rows}))
     text = pages.render(tmp_path, ["cpu_decode"])
-    assert "without other engines. CPU kernels: a library for avx512_vnni." in " ".join(text.split())
+    assert "without other engines. CPU kernels: compiled for avx512_vnni." in " ".join(text.split())
     assert "of 31.25 GB/s" in " ".join(text.split())
-    assert "| a | int8 | a step | 368 | 50.0 | 25.0 | 0.80 |  |" in text
-    assert "| b | int8 | a step | 9 | 1.0 | 25.0 | 0.80 | 0.90 |" in text
+    assert "| a | int8 | decode step | 368 | 50.0 | 25.0 | 0.80 |  |" in text
+    assert "| b | int8 | decode step | 9 | 1.0 | 25.0 | 0.80 | 0.90 |" in text
     assert "| a | int8 | products, 1 row |  | 40.0 | 28.0 | 0.90 |  |" in text

@@ -125,7 +125,7 @@ def test_arrivals_swing():
 
 def test_one_task_is_fragile_and_worth_most():
     found = fragile_profile()
-    lost = {task: found.right(task, 0) - found.right(task, -20) for task in found.tasks}
+    lost = {task: found.accuracy_at(task, 0) - found.accuracy_at(task, -20) for task in found.tasks}
     assert max(lost, key=lost.get) == FRAGILE
     assert lost[FRAGILE] > 0.5
     assert sum(kind.utility for kind in table_ii(found.tasks) if kind.task == FRAGILE) > 1
@@ -143,7 +143,7 @@ def test_vits_are_as_the_literature_says():
     levels, vits = paper_profile(), vits_profile()
     assert levels.capacity(0) == pytest.approx(580)
     assert vits.capacity(0) / vits.capacity(1) == pytest.approx(953 / 309)
-    assert vits.right("cifar10", 2) - vits.right("cifar10", 0) == pytest.approx(0.8582 - 0.8141)
+    assert vits.accuracy_at("cifar10", 2) - vits.accuracy_at("cifar10", 0) == pytest.approx(0.8582 - 0.8141)
     slow, fast = (simulated_gain(0.8, LINKS[link], seed=0, count=3000) for link in list(LINKS)[::-2])
     assert slow > fast > 0.8
 

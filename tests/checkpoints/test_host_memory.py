@@ -90,6 +90,6 @@ def test_arrays_outlive_those_that_they_were_copied_from_and_give_the_memory_bac
 def test_no_more_is_put_into_it_than_there_is_room():
     memory = WeightMemory(256)
     memory.move(jnp.zeros(48))
-    with pytest.raises(ValueError, match="an array of 128 bytes does not fit into the 64 that are left"):
+    with pytest.raises(ValueError, match="an array of 128 bytes does not fit into the 64 free bytes"):
         memory.move(jnp.zeros(17))
     assert isinstance(memory.move(jnp.zeros(16)).sharding, SingleDeviceSharding)

@@ -95,7 +95,7 @@ def test_shards_are_in_the_folder(tmp_path, name):
     (folder := tmp_path / "folder").mkdir()
     save_file(TENSORS, tmp_path / SINGLE)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match=rf"folder: names a file '{name}', which is not in it"):
+    with pytest.raises(CheckpointError, match=rf"folder: names a file '{name}' outside of it"):
         SafetensorsFolder(folder)
 
 

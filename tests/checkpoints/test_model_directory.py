@@ -323,9 +323,9 @@ def test_names_of_files_do_not_lead_out_of_the_directory(damaged, name):
     manifest = msgspec.json.decode((damaged / "manifest.json").read_bytes())
     manifest["files"][name] = {"size": 0, "sha256": ""}
     (damaged / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
+    with pytest.raises(CheckpointError, match=rf"names a file '{name}' outside of it"):
         checkpoints.load(damaged)
-    with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
+    with pytest.raises(CheckpointError, match=rf"names a file '{name}' outside of it"):
         Writer(damaged.parent / "other").add_file(name, b"")
     assert (damaged.parent / "outside").read_text() == ""
 

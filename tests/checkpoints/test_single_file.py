@@ -178,15 +178,15 @@ def _no_file(header, manifest):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_other_shape, "float32.weight stored otherwise than manifest.json says"),
-        (_other_dtype, "float32.weight stored otherwise than manifest.json says"),
-        (_without_a_tensor, "float32.weight stored otherwise than manifest.json says"),
-        (_another_leaf, "stored otherwise than manifest.json says"),
-        (_another_file, "holds other files than manifest.json says"),
-        (_without_a_checksum, "holds other files than manifest.json says"),
+        (_other_shape, "float32.weight not stored as in manifest.json"),
+        (_other_dtype, "float32.weight not stored as in manifest.json"),
+        (_without_a_tensor, "float32.weight not stored as in manifest.json"),
+        (_another_leaf, "not stored as in manifest.json"),
+        (_another_file, "its files differ from manifest.json"),
+        (_without_a_checksum, "its files differ from manifest.json"),
         (_no_dtype, "float31"),
         (_another_format, "format=99 and this version reads"),
-        (_no_file, "holds other files than manifest.json says"),
+        (_no_file, "its files differ from manifest.json"),
     ],
 )
 def test_what_is_stored_is_what_the_manifest_says(file, change, message):
@@ -203,24 +203,24 @@ def test_a_file_of_another_program_is_refused(file):
     header, data = _header(file.read_bytes())
     del header["__metadata__"]["manifest.json"]
     file.write_bytes(_join(header, data))
-    with pytest.raises(CheckpointError, match=r"another program's .*manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not written by jaxinfer .*manifest\.json"):
         checkpoints.read_manifest(file.parent)
     del header["__metadata__"]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    with pytest.raises(CheckpointError, match="its header is damaged, or another program's"):
+    with pytest.raises(CheckpointError, match="its header is damaged or not written by jaxinfer"):
         checkpoints.read_manifest(file.parent)
 
 
 def test_two_models_in_a_directory_are_refused(file):
     (file.parent / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"has manifest\.json and checkpoint\.safetensors, .*remove one of them"):
+    with pytest.raises(CheckpointError, match=r"has both manifest\.json and checkpoint\.safetensors, .*remove one"):
         checkpoints.load(file.parent)
 
 
 def test_large_models_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(single_file, "MAX_BYTES", 1 << 20)
-    leaf, message = np.zeros(1 << 18, np.float32), r"model: 1\.0 MiB are too much for a single file, .* 1 MiB at most"
+    leaf, message = np.zeros(1 << 18, np.float32), r"model: 1\.0 MiB exceed the 1 MiB that a single file may have"
     with Writer(tmp_path / "fits", layout="single-file") as writer:
         writer.add("a", leaf[: 1 << 17], (None,))
     with pytest.raises(CheckpointError, match=message):
@@ -233,10 +233,10 @@ def test_large_models_are_refused_before_anything_is_written(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("leaves", "files", "message"),
     [
-        ({"a": np.zeros(2, ml_dtypes.int4)}, {}, "a: safetensors has no dtype int4; write it in the layout orbax"),
+        ({"a": np.zeros(2, ml_dtypes.int4)}, {}, "a: safetensors has no dtype int4; use the layout orbax"),
         ({"a": np.zeros(2)}, {"image.png": b"\x89PNG"}, r"model: image\.png is not text"),
-        ({"a": np.zeros(2)}, {"manifest.json": b"{}"}, r"model: manifest\.json has another meaning in a single file"),
-        ({"a": np.zeros(2)}, {"sha256": b""}, "model: sha256 has another meaning in a single file"),
+        ({"a": np.zeros(2)}, {"manifest.json": b"{}"}, r"model: the name manifest\.json is reserved in a single file"),
+        ({"a": np.zeros(2)}, {"sha256": b""}, "model: the name sha256 is reserved in a single file"),
     ],
 )
 def test_what_one_file_cannot_hold_is_refused(tmp_path, leaves, files, message):

@@ -149,8 +149,8 @@ def test_a_batch_that_exceeds_the_cache_is_refused(llm):
     [
         ("latency", ("--batch", "4,0"), "--batch must be integers >= 1 separated by commas, got '4,0'."),
         ("latency", ("--batch", "a"), "--batch must be integers >= 1 separated by commas, got 'a'."),
-        ("latency", (), "128 prompt and 64 output tokens are more than the context of 128"),
-        ("latency", (*TOKENS, "--context", 17), "12 prompt and 6 output tokens are more than the context of 17"),
+        ("latency", (), "128 prompt and 64 output tokens exceed the context of 128"),
+        ("latency", (*TOKENS, "--context", 17), "12 prompt and 6 output tokens exceed the context of 17"),
         ("latency", (*TOKENS, "--context", 129), "--context must be in [2, 128] for this model, got 129."),
         ("latency", (*TOKENS, "--quantize", "int3"), "quantize='int3' is not implemented"),
         ("latency", ("--json", "none/out.json"), "--json none/out.json: none is not a directory"),
@@ -186,7 +186,7 @@ def test_refusals_come_before_the_run(model_dir, tmp_path, monkeypatch, command,
 def test_encoders_are_refused(tmp_path):
     convert(GOLDENS / "bert_pooled", tmp_path / "model")
     done = run("latency", tmp_path / "model", code=2)
-    assert done.stderr == f"error: {tmp_path / 'model'} holds an encoder; bench measures decoders.\n"
+    assert done.stderr == f"error: {tmp_path / 'model'} is an encoder; bench measures decoders.\n"
 
 
 def test_without_matplotlib_the_extra_is_named(model_dir, monkeypatch):

@@ -79,13 +79,13 @@ def test_sampling_options_are_set(talk, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/bogus", "/bogus is no command; known: /help, /clear"),
-        ("/set temprature 1", "/set temprature: no sampling option; known: max_tokens,"),
-        ("/set temperature", "/set temperature: give a value"),
+        ("/bogus", "/bogus is not a command; known: /help, /clear"),
+        ("/set temprature 1", "/set temprature: not a sampling option; known: max_tokens,"),
+        ("/set temperature", "/set temperature: the value is missing"),
         ("/set temperature hot", "SamplingParams.temperature must be finite and >= 0"),
-        ("/undo", "There is no turn yet"),
-        ("/retry", "There is no turn yet"),
-        ("/save", "/save: name a file"),
+        ("/undo", "The conversation has no turn yet"),
+        ("/retry", "The conversation has no turn yet"),
+        ("/save", "/save: the file name is missing"),
         ("/load nowhere.json", "/load nowhere.json: No such file"),
         ("x" * 200, "The prompt has 226 tokens; the context of 128"),
     ],
@@ -146,8 +146,8 @@ def test_a_model_without_a_template_is_refused(monkeypatch):
     done = CliRunner().invoke(app, ["chat", str(DEMO)])
     assert done.exit_code == 2
     assert done.stderr.endswith(
-        "has no chat template, so it may be no chat model: give one by --chat-template FILE, or continue texts by "
-        "jaxinfer generate.\n"
+        "has no chat template, so it may not be a chat model: pass one with --chat-template FILE, or continue texts "
+        "with jaxinfer generate.\n"
     )
 
 
@@ -181,7 +181,7 @@ def test_in_a_terminal(model_dir):
     wait_for(b"tokens is full]")
     wait_for(b"> ")
     os.write(ours, b"/bogus\n")
-    wait_for(b"error: /bogus is no command")
+    wait_for(b"error: /bogus is not a command")
     wait_for(b"> ")
     for _ in range(10):  # readline loses one that comes before it waits, just after it has printed the prompt
         time.sleep(0.3)

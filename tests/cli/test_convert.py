@@ -33,7 +33,7 @@ def test_converts_to_one_file(tmp_path):
     assert "llama (decoder)" in _run("info", tmp_path / "model").stdout
     verified = _run("verify", tmp_path / "model", "--reference", GOLDEN)
     assert verified.exit_code == 0, verified.output
-    assert "sha256 of 16 files: as in manifest.json\n15 tensors, max abs diff 0\n" in verified.stdout
+    assert "sha256 of 16 files: matches manifest.json\n15 tensors, max abs diff 0\n" in verified.stdout
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_layers_are_those_that_a_run_reads(tmp_path, monkeypatch, arguments,
     done = _run("convert", GOLDEN, "model", "--layout", "streaming", *arguments)
     assert done.exit_code == 0, done.output
     (written,) = tmp_path.rglob("layers.json")
-    assert f"{written.parent}: its layers, for runs in " in done.stdout
+    assert f"{written.parent}: layer files, for runs in " in done.stdout
     files = {file: file.stat().st_ino for file in tmp_path.rglob("*")}
     LLM("model", weights="disk", max_batch=1, token_budget=8, chunk_size=8, **options)
     assert {file: file.stat().st_ino for file in tmp_path.rglob("*")} == files
@@ -102,12 +102,12 @@ def test_layers_for_a_mesh_that_is_not_here_are_written_by_the_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "tensor=2"], "--mesh says how layers are written: add --layout streaming"),
-        (["--layer-files", "there"], "--layer-files says how layers are written: add --layout streaming"),
+        (["--mesh", "tensor=2"], "--mesh needs --layout streaming: add it"),
+        (["--layer-files", "there"], "--layer-files needs --layout streaming: add it"),
         (["--layout", "streaming", "--mesh", "tensor=99"], "needs 99 devices"),
         (
             ["--layout", "streaming", "--mesh", "data=2"],
-            "--mesh data=2: layers are not streamed to lanes; set data = 1.",
+            "--mesh data=2: streaming layers with data parallelism is not implemented; set data = 1.",
         ),
         (["--layout", "streaming", "--mesh", "bad.toml"], "[memory]: unknown field 'weigths'"),
     ],
@@ -125,7 +125,7 @@ def test_experts_are_not_written_for_several_devices(tmp_path):
     mixture = GOLDEN.parent / "mixtral_plain"
     done = _run("convert", mixture, tmp_path / "model", "--layout", "streaming", "--mesh", "expert=2")
     assert done.exit_code == 2
-    assert "--mesh expert=2: the experts of a mixture are not streamed to several devices" in done.stderr
+    assert "--mesh expert=2: streaming experts to several devices is not implemented" in done.stderr
     assert not (tmp_path / "model").exists()
 
 

@@ -105,7 +105,10 @@ def test_run_simulate_report(folders, registered, tmp_path):
             "policy 'level-3': there is no such level; levels: -2, -1, 0, 2",
         ),
         (("run", *common, "--task", "faces"), "no task 'faces'; known: stripes"),
-        (("run", *common, "--data", "faces=faces"), "--data is of the task 'faces'; queried tasks: stripes"),
+        (
+            ("run", *common, "--data", "faces=faces"),
+            "--data names the task 'faces', which is not queried; queried tasks: stripes",
+        ),
         (("report", tmp_path), "no runs (*.jsonl)"),
     ):
         found = run(*arguments)
@@ -152,7 +155,7 @@ def check_interrupts(common, runs):
         (("--policy", "best"), "no policy 'best'; known: elastic, paper"),
         (("--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
         (("--trace", "missing.jsonl"), "missing.jsonl"),
-        (("--out", __file__), "is no folder that can be written"),
+        (("--out", __file__), "is not a writable folder"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_opened(tmp_path, arguments, message):

@@ -73,7 +73,7 @@ def check_tables(output):
 
 
 def test_profile(board):
-    output = invoke("profile", board, "--anew").stdout
+    output = invoke("profile", board, "--remeasure").stdout
     assert "A batch of n takes K n + B" in output
     assert re.search(r"classifier *\n +32x32 *\n", output)
     check_tables(output)
@@ -197,10 +197,10 @@ def test_errors_are_one_line(board, tmp_path, monkeypatch):
     (tmp_path / "torn.jsonl").write_text('{"arrival": 0, "expert": "c0"}')
     monkeypatch.setattr(opened, "open_model", lambda *_, **__: pytest.fail("an expert was opened before the error"))
     for command, options, message in (
-        ("run", [], "Give exactly one of --images and --random."),
-        ("run", ["--images", tmp_path / "none"], "there is no such folder"),
-        ("run", ["--images", tmp_path / "empty"], "there are no images"),
-        ("run", ["--images", tmp_path / "unknown"], "no input is of kind 'K7'"),
+        ("run", [], "Use exactly one of --images and --random."),
+        ("run", ["--images", tmp_path / "none"], "no such folder"),
+        ("run", ["--images", tmp_path / "empty"], "no images found"),
+        ("run", ["--images", tmp_path / "unknown"], "unknown kind of input 'K7'"),
         ("run", ["--images", tmp_path / "pictures"], "needs pillow, of the extra images: pip install pillow"),
         ("profile", ["--mode", "fast"], "mode='fast' is not known"),
         ("simulate", ["--mode", "fast"], "mode='fast' is not known"),

@@ -160,11 +160,11 @@ def test_the_summary_counts_speculative_tokens():
         (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
         (("--prompt", "a", "--regex", "a", "--choice", "a"), "error: StructuredOutputsParams needs exactly one of"),
         (("--prompt", "a", "--regex", "("), "error: --regex does not compile"),
-        (("--prompts-file", "none.txt"), "error: --prompts-file none.txt: No such file or directory; name a file"),
+        (("--prompts-file", "none.txt"), "error: --prompts-file none.txt: No such file or directory; name a readable"),
         (("--prompt", "a", "--json-schema", "none.json"), "error: --json-schema none.json: No such file or directory"),
-        (("--prompt", "a", "--json-schema", "."), "error: --json-schema .: Is a directory; name a file"),
+        (("--prompt", "a", "--json-schema", "."), "error: --json-schema .: Is a directory; name a readable"),
         (("--prompt", "a", "--grammar", "none.lark"), "error: --grammar none.lark: No such file or directory"),
-        (("--prompt", "a", "--mesh", "none.toml"), "error: --mesh none.toml: no such file; name a TOML file, or give"),
+        (("--prompt", "a", "--mesh", "none.toml"), "error: --mesh none.toml: no such file; name a TOML file, or axes"),
         (("--prompt", "a", "--adapter", "none"), "error: none/adapter_config.json: no such file"),
         (("--prompt", "a", "--whitespace-pattern", " "), "needs exactly one of json, regex, grammar, choice; got none"),
     ],
@@ -179,9 +179,9 @@ def test_errors_take_one_line(model_dir, arguments, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{nope", r"JSON is malformed.*; the file must hold a JSON object\.$"),
-        (b"[1]", r"Expected `object`, got `array`; the file must hold a JSON object\.$"),
-        (b"\xff\xfe", r"not text in UTF-8 \('utf-8' codec can't decode byte 0xff.*\)\.$"),
+        (b"{nope", r"JSON is malformed.*; the file must contain a JSON object\.$"),
+        (b"[1]", r"Expected `object`, got `array`; the file must contain a JSON object\.$"),
+        (b"\xff\xfe", r"not UTF-8 text \('utf-8' codec can't decode byte 0xff.*\)\.$"),
     ],
 )
 def test_an_unreadable_schema_is_named(model_dir, tmp_path, content, message):

@@ -77,6 +77,6 @@ def test_a_mixture_in_stages_is_refused_in_one_line(prompts, tmp_path):
 def test_dense_models_and_files_without_prompts_are_refused(model_dir, moe_dir, prompts, monkeypatch):
     monkeypatch.setattr(LLM, "__init__", None)
     done = run(model_dir, "--prompts-file", prompts, code=2)
-    assert done.stderr == f"error: {model_dir}: its layers have no experts; name a mixture of experts.\n"
+    assert done.stderr == f"error: {model_dir} is not a mixture of experts; name a model with experts.\n"
     prompts.write_text("\n")
-    assert "there is no prompt in it" in run(moe_dir, "--prompts-file", prompts, code=2).stderr
+    assert "the file has no prompt" in run(moe_dir, "--prompts-file", prompts, code=2).stderr

@@ -128,7 +128,7 @@ def test_plan_refuses(model_dir):
         (["--context", "1"], "--context must be in [2, 128]"),
         (["--weights", "tape"], "weights must be one of device, host, disk, auto"),
         (["--bandwidth", "fast"], "--bandwidth must be bytes or a size"),
-        (["--bandwidth", "tape=1GB"], "--bandwidth: 'tape' is no tier that layers come from; there are disk, host"),
+        (["--bandwidth", "tape=1GB"], "--bandwidth: layers cannot be streamed from 'tape'; known: disk, host"),
     ):
         done = CliRunner().invoke(app, ["plan", str(model_dir), *options])
         assert done.exit_code == 2

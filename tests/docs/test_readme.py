@@ -31,4 +31,4 @@ def test_links_are_found():
 
 
 def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 200
+    assert len(README.read_text().splitlines()) <= 150

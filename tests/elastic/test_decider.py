@@ -589,7 +589,7 @@ def test_bad_queries(serving):
         serving.make_query(image, "faces", latency=1.0)
     with pytest.raises(InvalidImageError, match="images must be uint8"):
         serving.make_query(image.astype(float), "stripes", latency=1.0)
-    with pytest.raises(ElasticError, match="a query is a single image, got 2"):
+    with pytest.raises(ElasticError, match="a query must be a single image, got 2"):
         serving.make_query(stripes(2).images, "stripes", latency=1.0)
     with pytest.raises(ShedError):
         serving.make_query(image, "stripes", latency=0.0).result(10)

@@ -151,7 +151,7 @@ def test_wrong_tasks_and_levels(service):
         service.classify(images, "faces")
     with pytest.raises(LevelError, match=r"there is no level 3; levels: -4, 0, 2"):
         service.classify(images, "stripes", 3)
-    with pytest.raises(ElasticError, match="2 images need as many tasks or a single one, got 1"):
+    with pytest.raises(ElasticError, match="2 images need one task for all or one per image, got 1"):
         service.classify(images, ["stripes"])
 
 
@@ -159,7 +159,7 @@ def test_a_task_without_these_prompts(vit, registered, options, tmp_path):
     folder = shutil.copytree(registered, tmp_path / "tasks")
     found = Service.from_checkpoint(vit, repository=folder, **options)
     found.register_task("plain", stripes(), training=QUICK)
-    with pytest.raises(LevelError, match="task 'plain' has no 2 prompts; it has: none"):
+    with pytest.raises(LevelError, match="task 'plain' was not trained with 2 prompts; trained numbers: none"):
         found.classify(stripes(1).images, "plain", 2)
 
 
@@ -393,7 +393,7 @@ def test_profiles(service):
         assert found.accuracy > 0.8
         assert 0 < found.standard_error < 0.2
     service.measure_latency()
-    planned = [service.serving_profile().right("stripes", level) for level in service.levels]
+    planned = [service.serving_profile().accuracy_at("stripes", level) for level in service.levels]
     assert planned == sorted(planned)
     with pytest.raises(ProfileError, match=r"batches of 64 at level 0 were never timed here"):
         service.latency.seconds(0, 64)
@@ -403,7 +403,7 @@ def test_a_profile_of_something_else_is_stale(vit, registered, options):
     changed = Service.from_checkpoint(vit, repository=registered, **{**options, "schedule": "decreasing"})
     assert changed.accuracy("stripes", 0).accuracy > 0.8
     with pytest.raises(
-        ProfileError, match=r"was not profiled at level -4 as it is now, .*\(8, 0\).* Profiled: .*\(4, 4\)"
+        ProfileError, match=r"was not profiled at level -4 with its present settings, .*\(8, 0\).* Profiled: .*\(4, 4\)"
     ):
         changed.accuracy("stripes", -4)
     more = Service.from_checkpoint(vit, repository=registered, **{**options, "merge_levels": (-3,)})
@@ -570,7 +570,7 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
     service.latency.renew(0, 1, [100.0] * 5)
     assert service.latency.seconds(0, 1).p95 == pytest.approx(100.0, rel=0.03)
     assert service.measure_latency() == {}
-    found = service.measure_latency([0], anew=True, repeats=7)
+    found = service.measure_latency([0], remeasure=True, repeats=7)
     assert {key: len(seconds) for key, seconds in found.items()} == {(0, 1): 7, (0, 2): 7}
     least, most = found[0, 1].min() / 1.05, found[0, 1].max() * 1.05
     assert least < service.latency.seconds(0, 1).p50 <= service.latency.seconds(0, 1).p95 < most
@@ -716,7 +716,7 @@ def busy(vit, registered, options, monkeypatch):
 
 def test_batches_are_timed_alone_while_others_classify(busy):
     service, device = busy
-    for seconds in service.measure_latency([0], anew=True).values():
+    for seconds in service.measure_latency([0], remeasure=True).values():
         assert np.median(seconds) < 2 * device.seconds
     assert service.latency.seconds(0, 1).p50 < 2 * device.seconds
 

@@ -377,7 +377,7 @@ def test_loads_are_those_of_the_simulation(start, mode):
     alone = system.make_scheduler(system.profiles)
     alone.manager.place()
     wanted = Simulator(alone).run(trace)
-    found = Simulator(system.scheduler, act=system.perform).run(trace)
+    found = Simulator(system.scheduler, act=system.run_now).run(trace)
     assert found.statistics == wanted.statistics
     assert found.latencies == wanted.latencies
     assert found.statistics.switches > 5

@@ -16,7 +16,7 @@ from jaxinfer import LLM, AsyncLLM, Embedder
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.generation.api.beam_search import BeamSearchParams
 from jaxinfer.generation.api.build import ModelOptions
-from jaxinfer.generation.other_names import BEAM_SEARCH, MODEL, SAMPLING
+from jaxinfer.generation.foreign_options import BEAM_SEARCH, MODEL, SAMPLING
 from jaxinfer.generation.params import PoolingParams, SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, sampling_arrays
 from tests.generation.wrong import JSON

@@ -78,9 +78,9 @@ def test_fetches_the_shards_that_the_index_lists(hub, tiny):
     ("files", "message"),
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only pytorch_model.bin; pickles can run code"),
-        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; of GGUF, fetch one file with `hf download org/other"),
-        ({"unet/model.safetensors": b"x"}, "its parts are models of their own"),
-        ({"README.md": b"x"}, "no safetensors at its top, and no other weights; name a repository of a model"),
+        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; for GGUF, download one file with `hf download org/other"),
+        ({"unet/model.safetensors": b"x"}, "it is a pipeline of several models"),
+        ({"README.md": b"x"}, "no safetensors in its top folder, and no other weights; name a repository of a model"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "a LoRA adapter"),
         ({"config.json": b'{"model_type": "t5"}', "model.safetensors": b"x"}, "model_type='t5' is not implemented"),
         ({"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x"}, "config.json: "),
@@ -112,14 +112,15 @@ def test_an_index_cannot_name_other_files(hub, tiny):
         "pytorch_model.bin": b"x",
         "x.safetensors": b"x",
     }
-    with pytest.raises(HubError, match=r"names \.\./\.\./x\.safetensors, pytorch_model\.bin, which"):
+    with pytest.raises(HubError, match=r"lists \.\./\.\./x\.safetensors, pytorch_model\.bin, which"):
         resolve("org/tiny")
     assert set(hub.fetched) == {"config.json", "model.safetensors.index.json"}
 
 
 def test_too_little_room_is_said_before_the_weights_are_fetched(hub):
     hub.sizes["model.safetensors"] = 10**16
-    with pytest.raises(HubError, match=r"org/tiny@0123456789ab: its weights need 20000000\.00 GB in .* are free"):
+    needs = r"org/tiny@0123456789ab: downloading and converting its weights needs 20000000\.00 GB in .* are free"
+    with pytest.raises(HubError, match=needs):
         resolve("org/tiny")
     assert hub.fetched == ["config.json"]
 
@@ -161,9 +162,9 @@ def test_info_says_all_that_a_repository_lacks(hub, tiny):
     done = _run("info", "org/old")
     assert done.exit_code == 1
     assert "- config.json: hidden_act='mish' is not implemented" in done.stdout
-    assert "- org/old has no safetensors at its top, only pytorch_model.bin" in done.stdout
+    assert "- org/old has no safetensors in its top folder, only pytorch_model.bin" in done.stdout
     hub.repositories["org/none"] = {"README.md": b"x"}
-    assert "org/none has no safetensors at its top" in _run("info", "org/none").stderr
+    assert "org/none has no safetensors in its top folder" in _run("info", "org/none").stderr
 
 
 def test_the_command_line_takes_names(hub, tmp_path):
@@ -175,7 +176,7 @@ def test_the_command_line_takes_names(hub, tmp_path):
     assert "15 tensors, max abs diff 0" in verified.stdout
     refused = _run("convert", "org/tiny", "--quantize", "int8")
     assert refused.stderr == (
-        "error: The cache keeps models as they are stored: --dtype, --quantize and --layout need an OUT_DIR.\n"
+        "error: --dtype, --quantize and --layout need an OUT_DIR: the cache keeps models as they are stored.\n"
     )
 
 
@@ -223,7 +224,7 @@ def test_experts_are_fetched_where_the_file_says_so(hub, tiny, tmp_path):
         ("org/none", "org/none: no such folder here, and no such repository at {url}; correct the name, or, if it is"),
         ("org/tiny@v9", "org/tiny has no revision 'v9'; see {url}/org/tiny/commits"),
         ("org/gated", "org/gated is gated: accept its licence at {url}/org/gated, and log in with `hf auth login`"),
-        ("org/a--b", "org/a--b: no such folder here, and no name of a repository: "),
+        ("org/a--b", "org/a--b: no such folder here, and not a valid repository name: "),
     ],
 )
 def test_what_the_hub_refuses_is_one_line(hub, tiny, name, message):
@@ -240,7 +241,7 @@ def _refused_quickly(name: str) -> str:
     with pytest.raises(HubError) as error:
         resolve(name)
     assert time.monotonic() - start < 15
-    assert "`hf download org/tiny --local-dir DIR`, and give DIR here" in str(error.value)
+    assert "(`hf download org/tiny --local-dir DIR`) and name DIR here" in str(error.value)
     return str(error.value)
 
 
@@ -291,7 +292,7 @@ def _as_in_the_hubs_cache(tmp_path, files):
 
 def test_offline_the_hubs_cache_is_converted(hub, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE says not to ask the hub" in _refused_quickly("org/tiny")
+    assert "HF_HUB_OFFLINE forbids downloads" in _refused_quickly("org/tiny")
     _as_in_the_hubs_cache(tmp_path, files_of(tiny))
     assert compare_tensors(resolve("org/tiny"), tiny).max_abs_diff == 0
     assert resolve(f"org/tiny@{COMMIT}") == resolve("org/tiny")
@@ -322,7 +323,7 @@ def test_a_folder_is_converted_again_when_its_files_change(hub, tiny, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nothere", "nothere: no such directory; give a model directory, a Hugging Face directory, a GGUF file"),
+        ("nothere", "nothere: no such directory; name a model directory, a Hugging Face directory, a GGUF file"),
         ("org/na me", "org/na me: no such directory"),
         ("org/file", "org/file: a file, not a model directory"),
         ("org/model.gguf", "org/model.gguf: not a GGUF file"),

@@ -200,7 +200,7 @@ def refuses(file: pathlib.Path, message: str) -> None:
         ({"llama__attention__sliding_window": 16}, "llama.attention.sliding_window=16 is not implemented"),
         ({"llama__rope__scaling__type": "linear"}, "llama.rope.scaling.type='linear' is not implemented, only 'none'"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count=4 is not implemented, only 8"),
-        ({"llama__rope__freq_base": 1e6}, "rope_freqs.weight has other factors than Llama 3.1"),
+        ({"llama__rope__freq_base": 1e6}, "rope_freqs.weight: only Llama 3.1's scaling of rotary"),
         ({"llama__block_count": None}, "llama.block_count is missing"),
         ({"llama__block_count": "two"}, "llama.block_count='two' is not implemented, only one int"),
         ({"llama__block_count": 3}, r"missing: layers.2.input_layernorm.weight, "),
@@ -231,7 +231,7 @@ def test_other_types_are_refused_by_name(tmp_path):
     file = written(tmp_path / "model.gguf", {gguf.GGMLQuantizationType.IQ4_NL: np.ones((24, 18), "u1")})
     refuses(
         file,
-        "IQ4_NL is stored as IQ4_NL, which is not implemented; take a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, "
+        "IQ4_NL is stored as IQ4_NL, which is not implemented; use a file in F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, "
         "Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K",
     )
 
@@ -271,7 +271,7 @@ def test_a_damaged_file_is_refused_or_read(files, tmp_path):
 def test_of_several_files_one_must_be_given(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    message = r"2 GGUF files \(a.gguf, ...\); give the path of one"
+    message = r"2 GGUF files \(a.gguf, ...\); name one of them"
     for read in (resolve, look_at, HuggingFaceModel):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path)

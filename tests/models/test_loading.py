@@ -314,7 +314,7 @@ def test_options(saved, original, tmp_path):
     with pytest.raises(ValueError, match="quantize='int2' is not implemented; known: int8, int4, fp8"):
         load_model(saved, quantize="int2")
     convert(GOLDENS / "llama_llama3", tmp_path / "int8", quantize="int8")
-    with pytest.raises(ValueError, match="quantize='int4' needs the float model, this one is stored in int8"):
+    with pytest.raises(ValueError, match="quantize='int4' needs a float model, and this one is stored in int8"):
         load_model(tmp_path / "int8", quantize="int4")
     assert load_model(tmp_path / "int8", quantize="int8").weights.quantized == "int8"
     quantized = load_model(saved, quantize="fp8")

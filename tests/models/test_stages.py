@@ -295,7 +295,7 @@ def test_an_embedding_that_is_also_the_head_is_on_all_stages(tmp_path, pipeline)
 def test_a_module_is_of_all_layers(alternating):
     model = load_model(alternating, mesh=MeshConfig(pipeline=2))
     with pytest.raises(
-        ValueError, match=r"alternating is in 2 stages of 3, 2 layers, each on its own devices"
+        ValueError, match=r"alternating is split into 2 stages of 3, 2 layers, each on its own devices"
     ) as caught:
         _ = model.state
     assert "\n" not in str(caught.value)

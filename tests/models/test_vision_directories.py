@@ -99,7 +99,7 @@ def test_vision_transformers_in_int8(tmp_path):
 def test_users_of_text_refuse_them(kind, saved, user):
     if user is Embedder and kind == "vision_transformer":
         pytest.skip("it embeds images: tests/generation/api/test_image_embedding.py")
-    with pytest.raises(ValueError, match=rf"holds a model of images \({kind}\), which has no text"):
+    with pytest.raises(ValueError, match=rf"is an image model \({kind}\), which does not read text"):
         user(saved)
 
 
@@ -107,7 +107,7 @@ def test_users_of_text_refuse_them(kind, saved, user):
 def test_commands_about_text_refuse_them(kind, saved, command):
     done = CliRunner().invoke(app, [command, str(saved)])
     assert done.exit_code == 2
-    assert f"holds a model of images ({kind})" in done.output.replace("\n", " ")
+    assert f"is an image model ({kind})" in done.output.replace("\n", " ")
 
 
 def test_info(kind, saved):

@@ -550,5 +550,5 @@ def test_layers_of_image_models_are_not_written(tmp_path):
     arguments = ["convert", str(vision.DIRECTORY / "yolov5_thin"), str(tmp_path / "out"), "--layout", "streaming"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
-    assert "holds a model of images (detector)" in done.output
+    assert "is an image model (detector)" in done.output
     assert not (tmp_path / "out").exists()

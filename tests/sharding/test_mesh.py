@@ -72,7 +72,7 @@ def test_read_with_memory(tmp_path):
         ("[mesh]\nténsor = 2", "not valid TOML"),  # in Latin-1
         (
             "[mesh]\n[other]\n",
-            r"and perhaps \[rules\] and \[memory\]; found \['mesh', 'other'\]",
+            r"and optionally \[rules\] and \[memory\]; found \['mesh', 'other'\]",
         ),
         ("[rules]\n", r"expected a table \[mesh\]"),
         ("mesh = 2", r"expected a table \[mesh\]"),
@@ -80,17 +80,17 @@ def test_read_with_memory(tmp_path):
         ("[mesh]\n[rules]\nbatch = 'tensor'", r"\[rules\]: unknown axis 'batch'"),
         (
             "[mesh]\ntensor = 2\n[rules]\nmlp = ['pipeline', 'tensor']",
-            r"ShardingRules.mlp=\('pipeline', 'tensor'\): devices along 'pipeline' have other layers",
+            r"ShardingRules.mlp=\('pipeline', 'tensor'\): devices along 'pipeline' hold different layers",
         ),
-        ("[mesh]\n[rules]\nvocab = 'tensro'", r"ShardingRules.vocab='tensro': 'tensro' is no axis of a mesh"),
+        ("[mesh]\n[rules]\nvocab = 'tensro'", r"ShardingRules.vocab='tensro': 'tensro' is not a mesh axis"),
         (
             "[mesh]\n[rules]\nheads = 'data'",
-            r"\[rules\]: ShardingRules.heads='data': devices along 'data' have other requ",
+            r"\[rules\]: ShardingRules.heads='data': devices along 'data' serve different requ",
         ),
         ("[mesh]\n[rules]\nexchange = 'ragged'", r"\[rules\]: ShardingRules.exchange must be one of .*; got 'ragged'"),
         ("[mesh]\n[rules]\nexchange = 2", "exchange must be one of .*; got 2"),
         ("[mesh]\n[rules]\nexchange = ['pcc']", r"exchange must be one of .*; got \('pcc',\)"),
-        ("[mesh]\n[rules]\nexperts = ['expert', 'data']", "must have 'data' first"),
+        ("[mesh]\n[rules]\nexperts = ['expert', 'data']", "must list 'data' first"),
         ("[mesh]\ndata = 0", "MeshConfig.data must be an integer >= 1, got 0"),
         ("[mesh]\ndata = 1.5", "MeshConfig.data must be an integer >= 1, got 1.5"),
         ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),

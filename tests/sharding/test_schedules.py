@@ -260,7 +260,7 @@ def test_a_ring_may_say_what_its_passes_are():
         (lambda: chunk_sizes(3, 4), r"Schedule\.chunks=4 is more than the prompt's 3 tokens; .* at least one\."),
         (lambda: chunk_sizes(9, 3, per_pair=-1), r"per_pair=-1 must be >= 0, and one of them above 0\."),
         (lambda: chunk_costs([3], per_token=0), r"per_token=0 and per_pair=0\.0 must be >= 0"),
-        (lambda: queued(4, 4, 3).then(queued(2, 4, 3)), r"2 stages cannot follow 4; make both for as many stages\."),
+        (lambda: queued(4, 4, 3).then(queued(2, 4, 3)), r"2 stages cannot follow 4; both need the same number\."),
         (lambda: Schedule(2, ((None,),)), r"Schedule\.ticks\[0\] has 1 jobs for 2 stages; give one for each stage"),
         (lambda: Schedule.from_ring([]), r"integers \[ticks, stages, 3\] with at least one tick.*; got 0 ticks"),
         (lambda: Schedule.from_ring([[[0, 1]]]), r"got 1 ticks of \[2\]\."),

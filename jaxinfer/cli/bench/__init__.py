@@ -44,11 +44,11 @@ app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates
 def latency(
     ctx: typer.Context,
     model: ModelArgument,
-    batch: Annotated[str, typer.Option(help="Batch sizes, measured one after the other.")] = "1,8",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens in each prompt.")] = PROMPT_TOKENS,
+    batch: Annotated[str, typer.Option(help="Batch sizes to measure, separated by commas.")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Number of random tokens per prompt.")] = PROMPT_TOKENS,
     output_tokens: OutputTokensOption = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Batches of each size that are measured.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Batches of each size that run before, unmeasured.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measured batches of each size.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Number of unmeasured batches of each size that run first.")] = 2,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
@@ -65,11 +65,11 @@ def latency(
     json_file: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Time one batch at a time: its requests start together, and the next batch when all have finished.
+    """Measure latency, one batch at a time: the next batch starts when all requests of the last have finished.
 
-    End-to-end is the whole call. Time to first token is per request, from queueing; time per output token is its mean
-    after the first. Inter-token latency is the time between tokens of a request that is streamed one token per step, in
-    rounds of their own, because a step otherwise generates several tokens.
+    End-to-end is the time of the complete call. Time to first token is per request, from queueing. Time per output
+    token is a request's mean after the first token. Inter-token latency is measured in separate rounds that stream one
+    token per step, because a step otherwise generates several tokens.
     """
     batches = parse_batch_sizes(batch)
     check_files(json_file, plot)
@@ -105,19 +105,24 @@ def throughput(
     ctx: typer.Context,
     model: ModelArgument,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"How many (default: {REQUESTS}, or all of the file).", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, help=f"Number of requests (default: {REQUESTS}, or all prompts of the file).", show_default=False
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Random tokens in a prompt (default: {PROMPT_TOKENS}).", show_default=False),
+        typer.Option(
+            min=1, help=f"Mean number of random tokens per prompt (default: {PROMPT_TOKENS}).", show_default=False
+        ),
     ] = None,
     output_tokens: OutputTokensOption = 64,
     spread: Annotated[
-        float, typer.Option(help="Lengths are uniform in [1 - spread, 1 + spread] times the tokens given.")
+        float, typer.Option(help="Draw lengths uniformly from 1 - spread to 1 + spread times the mean.")
     ] = 0.5,
     prompts_file: PromptsFileOption = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 64,
-    warmup: Annotated[int, typer.Option(min=1, help="Unmeasured runs of the same lengths before.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences in a batch.")] = 64,
+    warmup: Annotated[int, typer.Option(min=1, help="Number of unmeasured runs of the same lengths before.")] = 1,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
@@ -134,15 +139,15 @@ def throughput(
     json_file: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Queue all requests at once and time until the last has finished.
+    """Measure throughput: queue all requests at once, and time until the last has finished.
 
-    A request's times count from queueing, so they include the wait for a free slot; time per output token is its mean
-    after the first. Prompts are encoded before the clock starts.
+    A request's times start at queueing, so they include the wait for a free slot. Time per output token is a request's
+    mean after the first token. Prompts are encoded before the clock starts.
     """
     check_spread(spread)
     if prompts_file is not None and prompt_tokens is not None:
         raise ValueError(
-            f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: give one of them."
+            f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: use only one of them."
         )
     check_files(json_file, plot)
     config = read_config(model)

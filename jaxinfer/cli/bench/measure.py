@@ -82,7 +82,7 @@ def _check_fits_at_once(llm: LLM, batch: int, tokens: int) -> None:
     if batch * -(-tokens // page_size) > pages:
         raise ValueError(
             f"A batch of {batch} requests of {tokens} tokens does not fit in the cache of {pages} pages of {page_size} "
-            "tokens at once: lower the batch or the tokens, or give the cache more memory."
+            "tokens: lower the batch or the tokens, or give the cache more memory."
         )
 
 

@@ -8,9 +8,11 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
 
-OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate, past any end-of-text token.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same prompts and lengths.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write metrics, settings and machine to this file.")]
+OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per request; end-of-text is ignored.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of prompts and lengths.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write metrics, settings and the machine as JSON to this file.")
+]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw the measurement into this .png or .svg file.")]
 
 
@@ -39,7 +41,7 @@ def read_config(directory: Path) -> "DecoderConfig":
 
     config = require_transformer(directory, Description.read(resolve(directory)).config)
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"{directory} holds an encoder; bench measures decoders.")
+        raise ValueError(f"{directory} is an encoder; bench measures decoders.")
     return config
 
 
@@ -54,6 +56,6 @@ def check_length(prompt_tokens: int, output_tokens: int, context: int, which: st
     """Raise ValueError, starting with `which`, if a request exceeds the context."""
     if prompt_tokens + output_tokens > context:
         raise ValueError(
-            f"{which}{prompt_tokens} prompt and {output_tokens} output tokens are more than the context of {context}; "
+            f"{which}{prompt_tokens} prompt and {output_tokens} output tokens exceed the context of {context}; "
             "lower one of them or raise --context."
         )

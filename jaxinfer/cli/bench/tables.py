@@ -17,8 +17,8 @@ def print_tables(tables: Sequence[Table], warm_up: WarmUp) -> None:
     """Print the tables and a line about the warm-up."""
     show(*tables)
     Console().print(
-        f"Not in the figures: {warm_up.seconds:.1f} s of warm-up. It compiled, or read from the disk cache, "
-        f"{len(warm_up.programs)} programs: {warm_up.compile_s:.1f} s in sum, several at a time.",
+        f"Not included: {warm_up.seconds:.1f} s of warm-up. It compiled, or read from the disk cache, "
+        f"{len(warm_up.programs)} programs: {warm_up.compile_s:.1f} s in total, several at a time.",
         highlight=False,
     )
 
@@ -49,7 +49,7 @@ def throughput_tables(result: Throughput) -> list[Table]:
     rates = table(*names, figures=len(names), title=title)
     rates.add_row(*shown)
     metrics = _sampled(result)
-    times = table("", *_headings(metrics), figures=len(metrics), title="of a request, from queueing; times in ms")
+    times = table("", *_headings(metrics), figures=len(metrics), title="per request, from queueing; times in ms")
     for row in _rows(result, metrics):
         times.add_row(*row)
     return [rates, times]

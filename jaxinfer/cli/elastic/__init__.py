@@ -12,54 +12,64 @@ _OPENING = "opening the model, its tasks and images"
 """Work of all commands, which begins with imports that may take seconds."""
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A model directory of a vision transformer.", show_default=False)
+    Path, typer.Argument(metavar="MODEL", help="Model directory of a vision transformer.", show_default=False)
 ]
-TaskOption = Annotated[str, typer.Option("--task", help="The task's name.", show_default=False)]
+TaskOption = Annotated[str, typer.Option("--task", help="Name of the task.", show_default=False)]
 DataOption = Annotated[
     str,
     typer.Option(
-        help="digits, mnist, textures or faces; or a folder: of CIFAR's binary version, or a folder for each class.",
+        help="Data set: digits, mnist, textures or faces; or a folder with CIFAR's binary version or one folder per "
+        "class.",
         show_default=False,
     ),
 ]
 RepositoryOption = Annotated[
-    Path | None, typer.Option(help="Where tasks are (default: `tasks` in the model directory).", show_default=False)
+    Path | None,
+    typer.Option(help="Folder of registered tasks (default: `tasks` in the model directory).", show_default=False),
 ]
 PromptModeOption = Annotated[
-    str, typer.Option(help="replace or accumulate: what becomes of a layer's prompts in the next one.")
+    str, typer.Option(help="replace: each layer's prompts replace those before; accumulate: they are added to them.")
 ]
-MaxBatchOption = Annotated[int, typer.Option(min=1, help="Images that are classified at once.")]
-ArrivalsOption = Annotated[str, typer.Option(help="How queries come: wandering, bursty or poisson.")]
-LoadOption = Annotated[float, typer.Option(help="The mean rate, as a multiple of what level 0 serves here.")]
-SecondsOption = Annotated[float, typer.Option(help="How long.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+MaxBatchOption = Annotated[int, typer.Option(min=1, help="Maximum number of images in a batch.")]
+ArrivalsOption = Annotated[str, typer.Option(help="Arrival process of the queries: wandering, bursty or poisson.")]
+LoadOption = Annotated[float, typer.Option(help="Mean arrival rate, as a multiple of the capacity at level 0.")]
+SecondsOption = Annotated[float, typer.Option(help="Duration of the workload in seconds.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="elastic, paper, pets, slack, slackfit, or a fixed level such as level-8; repeatable (default: elastic to "
-        "run, all named ones to simulate).",
+        help="Policy: elastic, paper, pets, slack, slackfit, or a fixed level such as level-8; repeatable (default: "
+        "elastic for run, all named policies for simulate).",
         show_default=False,
     ),
 ]
 TraceOption = Annotated[
-    Path | None, typer.Option(help="Queries instead, a JSON object a line, as runs leave them.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Read queries from this trace of an earlier run instead, one JSON object per line.", show_default=False
+    ),
 ]
 TasksOption = Annotated[
-    list[str] | None, typer.Option(help="Queried tasks (default: all); repeatable.", show_default=False)
+    list[str] | None, typer.Option(help="Task to query; repeatable (default: all tasks).", show_default=False)
 ]
 TaskDataOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="TASK=DATA: a task's images (default: the data set of its name); repeatable.", show_default=False
+        help="TASK=DATA: images of a task; repeatable (default: the data set named like the task).", show_default=False
     ),
 ]
-OutOption = Annotated[Path, typer.Option(help="The folder that runs are recorded in.")]
+OutOption = Annotated[Path, typer.Option(help="Folder where runs are recorded.")]
 DeviceMemoryOption = Annotated[
     str | None,
-    typer.Option(help="That the model, tasks and a batch may take, such as 8GiB (default: any).", show_default=False),
+    typer.Option(
+        help="Memory for the model, its tasks and the batches in flight, such as 8GiB (default: no limit).",
+        show_default=False,
+    ),
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Serve many tasks with one vision transformer of elastic tokens.")
+app = typer.Typer(
+    no_args_is_help=True, help="Serve many tasks with one vision transformer, with elastic numbers of tokens."
+)
 
 
 @app.command()
@@ -67,19 +77,21 @@ def register(
     model: ModelArgument,
     task: TaskOption,
     data: DataOption,
-    prompts: Annotated[str, typer.Option(help="Numbers of prompts, each a level, such as 2,4,8.")] = "",
+    prompts: Annotated[
+        str, typer.Option(help="Numbers of prompts to train, such as 2,4,8; each becomes a level (default: none).")
+    ] = "",
     test_share: Annotated[
         float,
-        typer.Option(help="Of each class's images, for tests alone: nothing is trained or profiled on them."),
+        typer.Option(help="Share of each class's images kept for tests: not used for training or profiling."),
     ] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each number of prompts.")] = 600,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn in training.")] = 0,
-    new_version: Annotated[bool, typer.Option("--new-version", help="Replace a task of this name.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps for each number of prompts.")] = 600,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the training.")] = 0,
+    new_version: Annotated[bool, typer.Option("--new-version", help="Replace an existing task of this name.")] = False,
     repository: RepositoryOption = None,
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Train a task's head and prompts, profile it at all levels, and keep it in the repository."""
+    """Train a task's head and prompts, profile it at all levels, and add it to the repository."""
     counts = _numbers("--prompts", prompts)
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
@@ -105,13 +117,16 @@ def profile(
     task: TaskOption,
     data: Annotated[
         str | None,
-        typer.Option(help="As of `register`: measure all again, on the images for validation.", show_default=False),
+        typer.Option(
+            help="Data set, as in `register`: profile again on its validation images (default: stored accuracies).",
+            show_default=False,
+        ),
     ] = None,
     repository: RepositoryOption = None,
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Show a task's accuracy, and what batches take, at all levels."""
+    """Show a task's accuracy and batch times at all levels."""
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
         from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
@@ -135,12 +150,15 @@ def classify(
     model: ModelArgument,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)],
     task: TaskOption,
-    level: Annotated[int, typer.Option(help="> 0: prompts, 0: plain, < 0: tokens merged in each layer.")] = 0,
+    level: Annotated[
+        int,
+        typer.Option(help="> 0: number of prompts added; 0: the plain model; < 0: tokens merged in each layer."),
+    ] = 0,
     repository: RepositoryOption = None,
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Classify image files, one line each: file, label, probability."""
+    """Classify image files, and print one line each: file, label, probability."""
     with long_work(_OPENING):
         import numpy as np
 
@@ -173,10 +191,10 @@ def run(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve a trace of queries live, images by deadlines, and watch it: the level of each batch follows the load.
+    """Serve a workload of image queries with deadlines live, and show a dashboard.
 
-    Each policy serves it; a run replaces that of the same name in the folder. Ctrl-C ends it, and what was answered by
-    then is shown and recorded.
+    The level of each batch follows the load. Each policy serves the same queries. A run replaces an earlier one of the
+    same name in the folder. Ctrl-C stops; the queries answered so far are shown and recorded.
     """
     policies = policy or ["elastic"]
     with long_work(_OPENING):
@@ -204,9 +222,10 @@ def simulate(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve the same on a simulated clock: the same controller, latencies and answers as measured at the start.
+    """Serve the same workload as `run` on a simulated clock.
 
-    Each policy serves it; a run replaces that of the same name in the folder.
+    It uses the controller of `run`, with latencies and answers measured at the start. Each policy serves the same
+    queries. A run replaces an earlier one of the same name in the folder.
     """
     with long_work(_OPENING):
         from jaxinfer.cli.elastic import runs
@@ -219,10 +238,10 @@ def simulate(
 
 @app.command()
 def report(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="A folder of recorded runs.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of recorded runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("report.html"),
 ) -> None:
-    """Compare recorded runs: tables here, and the figures of OTAS's evaluation in a page."""
+    """Compare recorded runs: print tables, and write a page with the figures of OTAS's evaluation."""
     require_extra("matplotlib", "elastic report")
     with long_work("reading runs"):
         from jaxinfer.cli.display import show

@@ -33,7 +33,7 @@ def read_tasks(model: Path, folder: Path | None, names: Sequence[str]) -> dict[s
         except CheckpointError:  # the service says so, and serves the others
             continue
     if not tasks:
-        raise ValueError(f"{repository.folder}: no tasks; register some with `jaxinfer elastic register`.")
+        raise ValueError(f"{repository.folder}: no tasks; register one with `jaxinfer elastic register`.")
     return tasks
 
 
@@ -46,6 +46,6 @@ def check_profiled(service: Service, model: Path, task: str) -> None:
         except ProfileError:
             data = task if task in DATASETS else "DATA"
             raise ValueError(
-                f"task {task!r} was not profiled at level {level} with this model and these options; name its images: "
+                f"task {task!r} was not profiled at level {level} with this model and these options; run: "
                 f"jaxinfer elastic profile {model} --task {task} --data {data}"
             ) from None

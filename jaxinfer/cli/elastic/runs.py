@@ -91,7 +91,9 @@ def open_tasks(params: Mapping[str, Any], policies: Sequence[str]) -> Opened:
     size, tasks = images_of(model), read_tasks(model, repository, params["task"] or [])
     for what, named in (("--data", set(sources)), (f"{params['trace']}: a query", {query.task for query in trace})):
         if unknown := named - tasks.keys():
-            raise ValueError(f"{what} is of the task {min(unknown)!r}; queried tasks: {', '.join(tasks)}.")
+            raise ValueError(
+                f"{what} names the task {min(unknown)!r}, which is not queried; queried tasks: {', '.join(tasks)}."
+            )
     tests = {name: task.divide(load_dataset(sources.get(name, name), *size)).test for name, task in tasks.items()}
     options = {name: params[name] for name in ("repository", "prompt_mode", "max_batch", "device_memory")}
     service = Service.from_checkpoint(model, **options)
@@ -124,7 +126,7 @@ def _measured(opened: Opened) -> Setting:
     service, params, options, tests, trace = opened
     with service:
         measured = measure(service, tests, samples=SAMPLES)
-    typer.echo(f"{measured.capacity:,.0f} queries/s at level 0; deadlines are {measured.scale:.3f} of the paper's.")
+    typer.echo(f"{measured.capacity:,.0f} queries/s at level 0; deadlines are {measured.scale:.3f} times the paper's.")
     return Setting(params["model"], options, tests, measured, _workload(params, trace, measured))
 
 
@@ -141,7 +143,7 @@ def _check(params: Mapping[str, Any], policies: Sequence[str]) -> list[Query]:
     while not existing.exists():
         existing = existing.parent
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ValueError(f"--out {out}: {existing} is no folder that can be written; name another one.")
+        raise ValueError(f"--out {out}: {existing} is not a writable folder; name another one.")
     return [] if params["trace"] is None else read_trace(params["trace"])
 
 

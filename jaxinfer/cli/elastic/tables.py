@@ -14,7 +14,7 @@ def levels_table(service: Service, name: str) -> Table:
         "level",
         "tokens",
         "accuracy, %",
-        "less level 0",
+        "vs. level 0",
         "p",
         "batch of\n1, ms",
         f"batch of\n{largest}, ms",

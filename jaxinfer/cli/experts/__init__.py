@@ -11,17 +11,20 @@ if TYPE_CHECKING:
     from jaxinfer.experts.scheduling.profile import Profiles
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes a system.", show_default=False)
+    Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the system.", show_default=False)
 ]
 ModeOption = Annotated[
-    str | None, typer.Option(help="A policy, such as best, paper or samba (default: the file's).", show_default=False)
+    str | None, typer.Option(help="Policy, such as best, paper or samba (default: the file's).", show_default=False)
 ]
-RequestsOption = Annotated[int, typer.Option(min=1, help="Inputs of the trace that is drawn.")]
-IntervalOption = Annotated[float, typer.Option(min=0, help="Milliseconds between inputs of the trace.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+RequestsOption = Annotated[int, typer.Option(min=1, help="Number of inputs in the random trace.")]
+IntervalOption = Annotated[float, typer.Option(min=0, help="Milliseconds between inputs of the random trace.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(help="A trace instead: a JSON object a line with `arrival` and `experts`.", show_default=False),
+    typer.Option(
+        help="Read a trace from this file instead: one JSON object per line with `arrival` and `experts`.",
+        show_default=False,
+    ),
 ]
 
 app = typer.Typer(no_args_is_help=True, help="Run many expert models in little memory.")
@@ -31,11 +34,11 @@ app = typer.Typer(no_args_is_help=True, help="Run many expert models in little m
 def profile(
     config: ConfigArgument,
     mode: ModeOption = None,
-    anew: Annotated[bool, typer.Option("--anew", help="Measure all again.")] = False,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again, even if results are stored.")] = False,
 ) -> None:
-    """Measure what experts cost, once for each architecture and device, and keep it.
+    """Measure the costs of experts, once per architecture and device, and store the results.
 
-    A batch of n takes K n + B. Experts load from disk, or from a copy in the host's memory.
+    A batch of n inputs takes K n + B. Load times are from disk, and from a copy in host memory.
     """
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
@@ -44,7 +47,7 @@ def profile(
     opened = OpenedSystem.from_config(config, mode=mode)
     measured = {}
     try:
-        opened.measure_into(measured, anew=anew)
+        opened.measure_into(measured, remeasure=remeasure)
     finally:  # after Ctrl-C: what is measured, which is kept
         show(*tables.profile_tables(opened, measured))
 
@@ -57,9 +60,9 @@ def plan(
     interval_ms: IntervalOption = 4.0,
     trace: TraceOption = None,
     seed: SeedOption = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many experts are shown, the most used first.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of experts to show, the most used first.")] = 10,
 ) -> None:
-    """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
+    """Show the initial placement of experts, simulate a trace, and recommend memory for experts and activations."""
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
@@ -76,7 +79,7 @@ def plan(
         f"({loads['disk']} from disk, {loads['host']} from the host); any scheduler needs at least {expected.bound}."
     )
     if expected.outcome.failed:
-        typer.echo(f"warning: {expected.outcome.failed} inputs would fail for lack of memory.", err=True)
+        typer.echo(f"warning: {expected.outcome.failed} inputs would fail: too little memory.", err=True)
     try:
         advice = advise_memory(opened, profiles, inputs)
     except ConfigError as error:
@@ -97,23 +100,26 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Images by kind: DIR/KIND/NAME.npy (uint8, [height, width, 3]), or .png and .jpg with Pillow.",
+            help="Folder of images: DIR/KIND/NAME.npy (uint8, [height, width, 3]), or .png and .jpg with Pillow.",
             show_default=False,
         ),
     ] = None,
     random: Annotated[
-        int | None, typer.Option(min=1, help="So many random inputs instead, of kinds as often as their shares say.")
+        int | None,
+        typer.Option(min=1, help="Use N random inputs instead of files; kinds are drawn by their shares."),
     ] = None,
     mode: ModeOption = None,
     seed: SeedOption = 0,
-    json: Annotated[bool, typer.Option("--json", help="A JSON object a line; the summary goes to stderr.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line; the summary goes to stderr.")
+    ] = False,
 ) -> None:
-    """Judge images, a line each, and sum up. Status 1 if some could not be judged."""
+    """Judge images, and print one line each and a summary. Exits with status 1 if some could not be judged."""
     from jaxinfer.cli.experts import judging
     from jaxinfer.experts import System, SystemConfig
 
     if (images is None) == (random is None):
-        raise ValueError("Give exactly one of --images and --random.")
+        raise ValueError("Use exactly one of --images and --random.")
     given = SystemConfig.read(config, mode=mode)
     files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
     with System(given) as system:
@@ -132,15 +138,15 @@ def simulate(
     config: ConfigArgument,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="A policy to compare; give several (default: samba, paper, best).", show_default=False),
+        typer.Option(help="Policy to compare; repeatable (default: samba, paper, best).", show_default=False),
     ] = None,
     requests: RequestsOption = 1000,
     interval_ms: IntervalOption = 4.0,
     trace: TraceOption = None,
-    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to a file.", show_default=False)] = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.", show_default=False)] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Compare policies on one trace and a simulated clock, from what experts cost here."""
+    """Compare policies on one trace and a simulated clock, with the costs measured on this machine."""
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import forecast
@@ -196,5 +202,5 @@ def _refuse_missing(opened: "OpenedSystem") -> None:
         if expert.like is None and expert.name in opened.broken:
             raise ValueError(
                 f"expert {expert.name!r} cannot be opened, so its costs are not known: {opened.broken[expert.name]} "
-                "Mend it, take it out of the file, or name an expert of the same architecture: like = NAME."
+                "Repair it, remove it from the file, or name an expert of the same architecture: like = NAME."
             )

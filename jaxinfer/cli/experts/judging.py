@@ -57,15 +57,15 @@ def image_files(folder: Path, kinds: Sequence[str]) -> list[tuple[str, Path]]:
       RoutingError: an unknown kind.
     """
     if not folder.is_dir():
-        raise ValueError(f"--images {folder}: there is no such folder.")
+        raise ValueError(f"--images {folder}: no such folder.")
     images = []
     for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
         files = sorted(file for file in inside.iterdir() if file.suffix.lower() in {".npy", *PILLOW})
         if files and inside.name not in kinds:
-            raise RoutingError(f"{inside}: no input is of kind {inside.name!r}; known: {', '.join(kinds[:8])}.")
+            raise RoutingError(f"{inside}: unknown kind of input {inside.name!r}; known: {', '.join(kinds[:8])}.")
         images += [(inside.name, file) for file in files]
     if not images:
-        raise ValueError(f"--images {folder}: there are no images; they are KIND/NAME.npy, .png or .jpg in it.")
+        raise ValueError(f"--images {folder}: no images found; expected KIND/NAME.npy, .png or .jpg.")
     if any(file.suffix.lower() in PILLOW for _, file in images):
         _require_pillow()
     return images

@@ -17,25 +17,28 @@ if TYPE_CHECKING:
 
 def info(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model directory, Hugging Face directory, GGUF file, or ORG/NAME.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Model directory, Hugging Face directory, GGUF file, or hub repository (ORG/NAME)."
+        ),
     ],
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests in a batch.")] = 8,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     target: Annotated[
-        str | None, typer.Option(help="A GPU that is not here, such as h200, whose kernels are listed.")
+        str | None, typer.Option(help="List the kernels for this GPU, such as h200, which need not be present.")
     ] = None,
     costs: Annotated[
-        bool, typer.Option("--costs", help="Also what programs took on this machine, in all formats.")
+        bool, typer.Option("--costs", help="Also show measured times of the model's programs on this machine.")
     ] = False,
 ) -> None:
-    """Show whether a model is supported, its sizes, the memory it needs, and the kernels that would serve it.
+    """Show whether a model is supported, its sizes, the memory it needs, and the kernels it would use.
 
-    Nothing is converted: config.json is enough, and no weights are fetched. What is reserved of each device is for a
-    mesh, a context and a batch, with the dtype that models have on this machine if none is given. Ends with status 1
-    for a model that is not supported, and says all that is missing.
+    It reads config.json only: no weights are downloaded, and nothing is converted. Memory per device is for the chosen
+    mesh, context and batch; the default dtype is this machine's. For a model that is not supported, it lists all
+    reasons and exits with status 1.
     """
     if target is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
@@ -132,7 +135,7 @@ def _look_at(model: str) -> _Shown:
         raise typer.Exit(1)
     return _Shown(
         seen.description,
-        {"fetched from": seen.source, "converted": "not yet: when it is first used, or by `jaxinfer convert`"},
+        {"fetched from": seen.source, "converted": "not yet: on first use, or with `jaxinfer convert`"},
     )
 
 
@@ -204,7 +207,7 @@ def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
     return [
         *shape,
         ("images", f"{config.image_size} x {config.image_size}"),
-        ("labels", labels if config.labels else "none: it gives vectors alone"),
+        ("labels", labels if config.labels else "none: it returns only vectors"),
     ]
 
 

@@ -39,7 +39,7 @@ def print_formats(description: "Description", dtype: str | None) -> None:
         shown.add_row(name, decimal(size), *([decimal(cache)] if generates else []), *fits)
     show(shown)
     if generates:
-        typer.echo("The last columns: tokens of cache that fit beside the weights.\n")
+        typer.echo("Last columns: tokens of KV cache that fit in addition to the weights.\n")
 
 
 def _formats(description: "Description", dtype: str | None) -> "Mapping[str, WeightFormat]":

@@ -35,12 +35,12 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
 
-app = typer.Typer(no_args_is_help=True, help="See where a mixture of experts sends its tokens.")
+app = typer.Typer(no_args_is_help=True, help="Show which experts of a mixture of experts get the tokens.")
 
 
 @app.callback()
 def _group() -> None:
-    """See where a mixture of experts sends its tokens."""
+    """Show which experts of a mixture of experts get the tokens."""
 
 
 @app.command()
@@ -49,9 +49,11 @@ def load(
     model: ModelArgument,
     prompts_file: Annotated[
         Path,
-        typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
+        typer.Option(help="File with one prompt per line; .jsonl: one object per line with `prompt` or `token_ids`."),
     ],
-    plot: Annotated[Path | None, typer.Option(help="Draw layers by experts into this .png or .svg file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a heat map of layers and experts into this .png or .svg file.")
+    ] = None,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.8,
     top_k: TopKOption = 0,
@@ -60,22 +62,22 @@ def load(
     repetition_penalty: RepetitionPenaltyOption = 1.0,
     stop: StopOption = None,
     seed: SeedOption = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     context: ContextOption = None,
-    max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
+    max_batch: Annotated[int, typer.Option(help="Maximum number of sequences in a batch.")] = 8,
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
     adapter: AdapterOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with all counts, and no table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all counts instead.")] = False,
 ) -> None:
-    """Continue prompts, and count the tokens that each expert of each layer gets."""
+    """Continue prompts, and count the tokens that reach each expert of each layer."""
     check_files(None, plot)
     if not read_text("--prompts-file", prompts_file).strip():
-        raise ValueError(f"--prompts-file {prompts_file}: there is no prompt in it; write one a line.")
+        raise ValueError(f"--prompts-file {prompts_file}: the file has no prompt; write one per line.")
     prompts = read_prompts([], prompts_file, [])
     config = _require_experts(model)
     with long_work(f"loading {model}"):
@@ -106,5 +108,5 @@ def _require_experts(model: Path) -> "DecoderConfig":
 
     config = Description.read(resolve(model)).config
     if not isinstance(config, DecoderConfig) or not config.moe_layers:
-        raise ValueError(f"{model}: its layers have no experts; name a mixture of experts.")
+        raise ValueError(f"{model} is not a mixture of experts; name a model with experts.")
     return config

@@ -28,7 +28,7 @@ def print_load(load: "ExpertLoad", config: "DecoderConfig") -> None:
         rows.add_row(str(layer), named, figure(imbalance, 3), f"{dropped:.1%}", str(int((tokens == 0).sum())))
     show(rows)
     typer.echo(
-        "busiest: with their share of the layer's choices; imbalance: the busiest over the mean; unused: experts."
+        "busiest experts: share of the layer's choices; imbalance: busiest / mean; unused: experts without tokens."
     )
 
 

@@ -9,7 +9,7 @@ from jaxinfer.elastic.scheduling.policies import Decision, Policy
 from jaxinfer.elastic.scheduling.query import Query
 
 
-class Next(NamedTuple):
+class Choice(NamedTuple):
     """A controller's choice.
 
     Attributes:
@@ -48,7 +48,7 @@ class Controller:
         """Remove the queries with these ids."""
         self._queue.remove_where(lambda query: query.id in ids)
 
-    def next(self, start: float) -> Next:
+    def next(self, start: float) -> Choice:
         """Choose a batch for when the device is free, at `start`. The batch is no longer waiting then."""
         shed = self._queue.shed(start + self.policy.least_seconds(1))
         rate = self._rate(start)
@@ -58,9 +58,9 @@ class Controller:
                 self._queue.remove(decision.batch)
                 if self.policy.batching.fill:
                     self._fill(decision, start)
-                return Next(decision, shed)
+                return Choice(decision, shed)
             shed += self._shed_most_urgent(start)
-        return Next(None, shed)
+        return Choice(None, shed)
 
     def _fill(self, decision: Decision, start: float) -> None:
         """Fill the padding's places in a batch with other queries."""

@@ -160,7 +160,7 @@ def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
 
 
 def _useful(job: Job, start: float) -> list[Option]:
-    """Return the options that can end in time and earn more than every one that takes no longer."""
+    """The options that can end in time and earn more than every one that takes no longer."""
     useful: list[Option] = []
     for option in sorted(job.options, key=lambda option: (option.seconds, -option.utility)):
         if start + option.seconds < job.deadline and option.utility > (useful[-1].utility if useful else 0.0):

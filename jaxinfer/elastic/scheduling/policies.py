@@ -55,7 +55,7 @@ class Policy(Protocol):
         ...
 
     def least_seconds(self, count: int) -> float:
-        """Return the least seconds in which it can answer `count` queries."""
+        """The least seconds in which it can answer `count` queries."""
         ...
 
     def use(self, profile: ServingProfile) -> None:
@@ -75,7 +75,7 @@ def job_of(batch: Batch, profile: ServingProfile) -> Job:
             Option(
                 level,
                 profile.batch_seconds(level, count),
-                sum(utility * profile.right(task, level) for task, utility in utilities.items()),
+                sum(utility * profile.accuracy_at(task, level) for task, utility in utilities.items()),
             )
             for level in profile.levels
         ),
@@ -144,7 +144,9 @@ class Elastic(_ByProfile):
     def use(self, profile: ServingProfile) -> None:
         super().use(profile)
         self._fallback.use(profile)
-        earns = {n: profile.capacity(n) * sum(profile.right(task, n) for task in profile.tasks) for n in profile.levels}
+        earns = {
+            n: profile.capacity(n) * sum(profile.accuracy_at(task, n) for task in profile.tasks) for n in profile.levels
+        }
         self._most = profile.capacity(max(earns, key=earns.__getitem__))
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
@@ -161,7 +163,7 @@ class Elastic(_ByProfile):
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
 
     def _price(self, batches: Sequence[Batch], jobs: Sequence[Job]) -> float:
-        """Return the utility a second of full batches of the least valuable waiting queries."""
+        """Compute the utility a second of full batches of the least valuable waiting queries."""
         return min(
             max(option.utility / len(batch) * self.profile.capacity(option.level) for option in job.options)
             for batch, job in zip(batches, jobs, strict=True)
@@ -213,7 +215,7 @@ class SlackFit(_ByProfile):
 
     def use(self, profile: ServingProfile) -> None:
         tasks = profile.tasks
-        accuracy = {n: sum(profile.right(task, n) for task in tasks) / len(tasks) for n in profile.levels}
+        accuracy = {n: sum(profile.accuracy_at(task, n) for task in tasks) / len(tasks) for n in profile.levels}
         tuples = [(profile.seconds[n, size], size, accuracy[n], n) for n in profile.levels for size in profile.sizes]
         tuples = [
             entry
@@ -321,7 +323,7 @@ class Paper(_ByProfile):
         return levels
 
     def _level_for(self, rate: float) -> int:
-        """Return the level for a rate: Algorithm 3's f."""
+        """Compute the level for a rate: Algorithm 3's f."""
         profile = self.profile
         if self._profiled:
             enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]

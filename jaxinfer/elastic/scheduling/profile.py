@@ -35,25 +35,25 @@ class ServingProfile:
         return tuple(dict.fromkeys(task for task, _ in self.accuracy))
 
     def padded(self, count: int) -> int:
-        """Return the size that a batch of `count` queries is padded to."""
+        """The size that a batch of `count` queries is padded to."""
         return self.sizes[bisect.bisect_left(self.sizes, count)]
 
     def batch_seconds(self, level: int, count: int) -> float:
-        """Return the seconds of a batch of `count` queries."""
+        """Compute the seconds of a batch of `count` queries."""
         return self.seconds[level, self.padded(count)]
 
-    def right(self, task: str, level: int) -> float:
-        """Return the probability that an answer is right."""
+    def accuracy_at(self, task: str, level: int) -> float:
+        """Compute the probability that an answer is right."""
         return self.accuracy[task, level]
 
     def capacity(self, level: int = 0) -> float:
-        """Return the queries a second in full batches."""
+        """Compute the queries a second in full batches."""
         return self.sizes[-1] / self.seconds[level, self.sizes[-1]]
 
     def fastest(self, count: int) -> float:
-        """Return the seconds of `count` queries at the fastest level."""
+        """Compute the seconds of `count` queries at the fastest level."""
         return min(self.batch_seconds(level, count) for level in self.levels)
 
     def best(self, task: str) -> float:
-        """Return the best accuracy of a task at any level."""
-        return max(self.right(task, level) for level in self.levels)
+        """Compute the best accuracy of a task at any level."""
+        return max(self.accuracy_at(task, level) for level in self.levels)

@@ -49,7 +49,7 @@ class Task:
       prompt_mode: how its prompts were trained.
       heads: heads by number of prompts; 0 is for the levels without any.
       prompts: each layer's prompts by their number P, float32 [layers, P, D].
-      accuracy: on the validation images, by what ran (`profiling.what_runs`): a level that is run in another way, or
+      accuracy: on the validation images, by what ran (`profiling.level_key`): a level that is run in another way, or
         with weights in another format, has an accuracy of its own.
       division: the division of its data set; None: all of it was trained on, or the division is not known.
       version: counted from 1.
@@ -121,7 +121,7 @@ class TaskRepository:
 
     @classmethod
     def of_model(cls, model: str | Path, folder: str | Path | None = None) -> Self:
-        """Return the repository in a folder; None: in `tasks` of the model directory.
+        """The repository in a folder; None: in `tasks` of the model directory.
 
         Raises ElasticError for a model of the hub without a folder.
         """
@@ -164,7 +164,7 @@ class TaskRepository:
         )
 
     def next_version(self, name: str, *, new_version: bool) -> int:
-        """Return the next version of a task. Raises TaskExistsError for a second one unless `new_version`."""
+        """Compute the next version of a task. Raises TaskExistsError for a second one unless `new_version`."""
         check_name(name)
         versions = self._versions(self.folder / name)
         if versions and not new_version:

@@ -209,7 +209,7 @@ def _features(config: ViTConfig, weights: WeightFormat) -> Callable[[Leaves, np.
 def _prompt_step(
     config: ViTConfig, weights: WeightFormat, adaptation: TokenAdaptation, options: TrainingConfig
 ) -> tuple[Callable[..., Any], optax.GradientTransformation]:
-    """Return a function of `STEPS_AT_ONCE` steps, and the optimiser whose state it takes."""
+    """A function of `STEPS_AT_ONCE` steps, and the optimiser whose state it takes."""
     from jaxinfer.models.abstract import merge_model
 
     schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)

@@ -63,7 +63,7 @@ class Measurements:
         return bool(self.right[query.task, level][query.payload])
 
     def sampler(self, seed: int) -> Callable[[int, int], float]:
-        """Return a function that draws a batch's seconds, by level and number of queries."""
+        """A function that draws a batch's seconds, by level and number of queries."""
         rng, profile = np.random.default_rng((seed, 4)), self.profile
 
         def seconds(level: int, count: int) -> float:
@@ -101,7 +101,7 @@ def measure(
       progress: who is told how far it is, as in `Service`.
     """
     with showing(progress):
-        times = service.measure_latency(levels, anew=True, repeats=samples)
+        times = service.measure_latency(levels, remeasure=True, repeats=samples)
         profile = service.serving_profile(levels)
         judged = [(task, level) for task in tests for level in profile.levels]
         right = {}

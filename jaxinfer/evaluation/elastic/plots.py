@@ -31,7 +31,7 @@ def draw_levels(profile: ServingProfile, caption: str = "") -> Figure:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for task, colour in zip(profile.tasks, _cycle(len(profile.tasks)), strict=True):
-        accuracies = [100 * profile.right(task, level) for level in profile.levels]
+        accuracies = [100 * profile.accuracy_at(task, level) for level in profile.levels]
         left.plot(profile.levels, accuracies, marker=".", label=task, color=colour)
     left.set(title="Accuracy: lost where tokens merge (level < 0)", xlabel="level", ylabel="%")
     right.plot(profile.levels, [profile.capacity(n) for n in profile.levels], marker=".", color=BLACK)
@@ -159,7 +159,7 @@ def draw_outcomes(outcomes: Mapping[str, Sequence[float]], caption: str = "") ->
 
 
 def _systems(cell: CellSummary) -> list[str]:
-    """Return the policies without a fixed level; PetS is a system with a fixed level."""
+    """The policies without a fixed level; PetS is a system with a fixed level."""
     return [name for name in cell.policies if fixed_level(name) is None]
 
 

@@ -40,7 +40,7 @@ class ServedQuery:
 
 
 def shed_query(query: Query, at: float) -> ServedQuery:
-    """Return the outcome of a query that was shed at this time."""
+    """The outcome of a query that was shed at this time."""
     return ServedQuery(query=query, outcome=Outcome.SHED, level=None, batch=None, began=at, ended=at)
 
 
@@ -77,7 +77,7 @@ class Served:
         return Counter(answer.level for answer in self.answers if answer.level is not None)
 
     def share(self, outcome: Outcome) -> float:
-        """Return the share of queries with this outcome."""
+        """The share of queries with this outcome."""
         return self.outcomes[outcome] / len(self.answers) if self.answers else 0.0
 
 
@@ -110,7 +110,7 @@ def simulate(
     given = sorted(queries, key=lambda query: (query.arrival, query.id))
     draws = np.random.default_rng((seed, 2)).random(len(given)) if right is None else np.zeros(0)
     drawn = {query.id: draw for query, draw in zip(given, draws, strict=False)}
-    is_right = right or (lambda query, level: bool(drawn[query.id] < profile.right(query.task, level)))
+    is_right = right or (lambda query, level: bool(drawn[query.id] < profile.accuracy_at(query.task, level)))
     device = _Device(Controller(policy), seconds or profile.batch_seconds, is_right)
     return Served(answers=device.serve(given), best=best_utility(queries, profile))
 
@@ -131,7 +131,7 @@ class _Device:
         self._batches, self._is_free = 0, True
 
     def serve(self, queries: Sequence[Query]) -> list[ServedQuery]:
-        """Return the queries' outcomes, those of a batch after those shed before it began."""
+        """The queries' outcomes, those of a batch after those shed before it began."""
         for query in queries:
             self._simulation.arrive(query.arrival, query)
         self._simulation.run(self._handle, self._begin)

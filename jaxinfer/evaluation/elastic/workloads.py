@@ -25,7 +25,7 @@ class QueryKind:
 
 
 def table_ii(tasks: Sequence[str]) -> list[QueryKind]:
-    """Return the paper's two kinds for each task: those of CIFAR-10, CIFAR-100, EuroSAT, and so on in turn.
+    """The paper's two kinds for each task: those of CIFAR-10, CIFAR-100, EuroSAT, and so on in turn.
 
     Every second task's queries have higher utility.
     """

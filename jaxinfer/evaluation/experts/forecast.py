@@ -84,7 +84,7 @@ class MemoryAdvice:
 def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[TraceRequest]) -> MemoryAdvice:
     """Search for the best share of memory for experts, by simulation (paper section 4.4).
 
-    The executors' memory for experts and for activations is divided anew: each gets room for its part of the most used
+    The executors' memory for experts and for activations is divided again: each gets room for its part of the most used
     experts, and batches get the rest. Raises ConfigError where not one expert and one request fit, and where inputs
     arrive so slowly that any division would do.
     """
@@ -97,7 +97,7 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
     request = max(profile.activations(1) for profile in profiles.values()) or 1
 
     def divided(count: int) -> list[int]:
-        """Return each executor's room for `count` experts together; each has room for the largest."""
+        """Each executor's room for `count` experts together; each has room for the largest."""
         return [max(largest, math.ceil(room[count - 1] * total / sum(totals))) for total in totals]
 
     def fits(count: int) -> bool:

@@ -132,7 +132,7 @@ def _cumulative(usage: Iterable[float]) -> np.ndarray:
 
 
 def _reaching(cumulative: np.ndarray, percent: float) -> int:
-    """Return the smallest number of experts, at least one, with this percentage of all usage."""
+    """The smallest number of experts, at least one, with this percentage of all usage."""
     return min(int(np.searchsorted(cumulative, percent / 100 - 1e-12)) + 1, len(cumulative))
 
 

@@ -64,7 +64,7 @@ class Replayer(Scheduler):
         return 0
 
     def poll(self, now: float) -> list[Action]:
-        """Return the next recorded action of each idle executor, if its requests are there."""
+        """The next recorded action of each idle executor, if its requests are there."""
         actions: list[Action] = []
         for index, left in enumerate(self._left):
             if self._busy[index] or not left:

@@ -29,7 +29,7 @@ class Hardware(Protocol):
         ...
 
     def execute(self, architecture: str, processor: str, batch: int) -> float:
-        """Return the seconds of a batch."""
+        """Compute the seconds of a batch."""
         ...
 
 
@@ -188,7 +188,7 @@ class Simulator:
         self._simulation.end(max(now, self._leaving.pop(batch.executor, now)) + seconds, batch)
 
     def _leave(self, action: Load | Evict) -> float:
-        """Return the seconds of an action's evictions."""
+        """Compute the seconds of an action's evictions."""
         scheduler, processor = self._scheduler, self._processor(action)
         leaving = [scheduler.graph.experts[x.expert].architecture for x in action.evictions if x.to_host]
         return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)

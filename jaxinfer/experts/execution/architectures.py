@@ -41,7 +41,7 @@ class Architecture:
 
     @classmethod
     def from_kind(cls, kind: ExpertKind, weights: WeightFormat) -> "Architecture":
-        """Return an expert's architecture."""
+        """An expert's architecture."""
         return cls(kind.config, weights, kind.shape, kind.dtype.name)
 
     @property
@@ -65,7 +65,7 @@ class Judge(Sizes):
 
 
 def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
-    """Return the function of a batch: leaves, inputs [B, ...] -> the outputs of the kind's `run`."""
+    """Build the function of a batch: leaves, inputs [B, ...] -> the outputs of the kind's `run`."""
     kinds = {ResNetConfig: Classifier, ViTConfig: Classifier, YoloConfig: Detector, EncoderConfig: TextEncoder}
     run = kinds[type(static.config)].run
 
@@ -127,7 +127,7 @@ class ArchitecturePrograms:
         return self._sizes
 
     def workspace_bytes(self, batch: int) -> int:
-        """Return the bytes that a batch takes on top of weights and inputs."""
+        """The bytes that a batch takes on top of weights and inputs."""
         return self.cache.get(Judge(batch=batch)).memory.workspace_bytes
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
@@ -150,5 +150,5 @@ def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: st
 
 
 def cost_of(costs: Costs, batch: int) -> Cost | None:
-    """Return the cost of batches of this size."""
+    """The cost of batches of this size."""
     return costs.for_sizes(PROGRAM, batch=batch)

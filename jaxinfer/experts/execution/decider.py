@@ -130,7 +130,7 @@ class InputDecider(Decider[InputTicket]):
                 return Work(functools.partial(self._judge, action), 2 * action.executor, action)
             case Evict():  # before its batch; in the lane, because it may wait for other evictions
                 copied = functools.partial(self._copied, action.executor)
-                leave = loader.note(action.pool, action.evictions, action.dropped, copied)
+                leave = loader.begin_eviction(action.pool, action.evictions, action.dropped, copied)
                 return Work(leave, 2 * action.executor, action)
             case Failure():
                 self._fail([action])

@@ -97,7 +97,7 @@ class ExpertKind(Protocol):
         ...
 
     def check(self, payload: Any) -> np.ndarray:
-        """Return the input as it goes into a batch. Raises InvalidInputError."""
+        """Compute the input as it goes into a batch. Raises InvalidInputError."""
         ...
 
     @staticmethod
@@ -106,7 +106,7 @@ class ExpertKind(Protocol):
         ...
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
-        """Return the answers to the first `count` inputs of a batch."""
+        """The answers to the first `count` inputs of a batch."""
         ...
 
 

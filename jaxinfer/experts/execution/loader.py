@@ -57,7 +57,7 @@ def write_expert(opened: OpenedModel) -> pathlib.Path:
 
 
 def _base(opened: OpenedModel) -> pathlib.Path:
-    """Return the folder of an expert's file: the checkpoint's, or the cache folder where that is read-only."""
+    """The folder of an expert's file: the checkpoint's, or the cache folder where that is read-only."""
     folder = layer_folder(opened, opened.folder, whole=True)
     if folder.exists() or os.access(folder.parent, os.W_OK):
         return folder.parent
@@ -65,7 +65,7 @@ def _base(opened: OpenedModel) -> pathlib.Path:
 
 
 def file_bytes(architecture: Architecture) -> int:
-    """Return the bytes of an expert's file and of its read buffer: each leaf begins at a multiple of `ALIGNMENT`."""
+    """The bytes of an expert's file and of its read buffer: each leaf begins at a multiple of `ALIGNMENT`."""
     shapes = canonical_leaves(architecture.config, architecture.weights).values()
     return sum(aligned(leaf.bytes) for leaf in shapes)
 
@@ -103,11 +103,11 @@ class ExpertLoader:
         self._lock = threading.Lock()
 
     def leaves(self, pool: int, name: str) -> list[jax.Array]:
-        """Return the weights of an expert in a pool, in the order in which programs take them."""
+        """The weights of an expert in a pool, in the order in which programs take them."""
         return self._resident[pool, name].settle()
 
     def disk(self, name: str) -> str:
-        """Return a name for an expert's disk, by the system's number and the way of reading. Raises LoadError."""
+        """A name for an expert's disk, by the system's number and the way of reading. Raises LoadError."""
         return f"{os.stat(_base(self._find(name).opened)).st_dev}, {self._preadv!r}"
 
     def prepare(
@@ -122,7 +122,7 @@ class ExpertLoader:
           on_begin: called when the experts that make room have left.
           on_copied: see `note`.
         """
-        changes = self.note(load.pool, load.evictions, load.dropped, on_copied)
+        changes = self.begin_eviction(load.pool, load.evictions, load.dropped, on_copied)
         with self._lock:
             source = self._host.pop(load.expert, None) if load.tier == "host" and load.source is None else None
 
@@ -133,7 +133,7 @@ class ExpertLoader:
 
         return run
 
-    def note(
+    def begin_eviction(
         self,
         pool: int,
         evictions: Sequence[Eviction],

@@ -112,6 +112,6 @@ class Observer:
         self._profiles.note_eviction(self._key(executor, expert), seconds)
 
     def _key(self, executor: int, expert: str) -> _Key:
-        """Return the key of the profile of an expert on an executor."""
+        """The key of the profile of an expert on an executor."""
         scheduler = self._scheduler
         return scheduler.graph.experts[expert].architecture, scheduler.executors[executor].config.processor

@@ -53,9 +53,9 @@ def measure(
     *,
     max_batch: int,
     beside: int = 1,
-    anew: bool = False,
+    remeasure: bool = False,
 ) -> Measured:
-    """Return the profile of an architecture on a device from the record of costs; measure what is missing.
+    """Measure the profile of an architecture on a device from the record of costs; measure what is missing.
 
     Args:
       programs: the architecture's programs on the device.
@@ -64,14 +64,14 @@ def measure(
       expert: an expert of the architecture.
       max_batch: the largest batch to measure.
       beside: number of executors that share the device; all run while one is measured.
-      anew: measure all again.
+      remeasure: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
     costs = open_costs(programs.architecture, programs.device, beside=beside, disk=loader.disk(expert))
     sizes = powers(2, 1, max(2, max_batch))
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
-    if anew or not known:
+    if remeasure or not known:
         _run(programs, loader, pool, expert, costs, beside=beside)
     for _ in range(ATTEMPTS - 1):
         if _fit(costs, sizes, max_batch).r_squared >= MIN_R_SQUARED:
@@ -81,7 +81,7 @@ def measure(
     if r_squared < MIN_R_SQUARED:
         log.warning(
             "the latency of %s is no line over batch sizes, so that K is taken from the largest batch; measure again "
-            "on a quiet machine: jaxinfer experts profile --anew",
+            "on a quiet machine: jaxinfer experts profile --remeasure",
             programs.architecture.name,
         )
     best = max(size for size in latency if size <= max_batch)
@@ -141,7 +141,7 @@ def _run(
         _run_loads(loader, pool, expert, costs, work)
         _load(loader, pool, expert, "disk", costs)
         _run_batches(programs, loader.leaves(pool, expert), costs, work, beside=beside)
-        loader.note(pool, [Eviction(expert=expert, to_host=False)], ())()
+        loader.begin_eviction(pool, [Eviction(expert=expert, to_host=False)], ())()
 
 
 def _run_loads(loader: ExpertLoader, pool: int, expert: str, costs: Costs, work: LongWork) -> None:
@@ -149,7 +149,7 @@ def _run_loads(loader: ExpertLoader, pool: int, expert: str, costs: Costs, work:
         for tier in ("disk", "host"):
             _load(loader, pool, expert, tier, costs)
             begun = time.perf_counter()
-            loader.note(pool, [Eviction(expert=expert, to_host=tier == "disk")], ())()
+            loader.begin_eviction(pool, [Eviction(expert=expert, to_host=tier == "disk")], ())()
             if tier == "disk":
                 costs.record(EVICT, (), time.perf_counter() - begun)
         work.advance()

@@ -37,7 +37,7 @@ class ExpertRunner:
         self._executors, self._devices, self._experts, self._programs = executors, devices, experts, programs
 
     def judge(self, batch: Batch, values: Sequence[np.ndarray | None]) -> list[Judgement]:
-        """Return the answers of a batch; a value of None is judged as zeros.
+        """The answers of a batch; a value of None is judged as zeros.
 
         If the device has too little memory, the batch runs in halves.
         """
@@ -58,7 +58,7 @@ class ExpertRunner:
         outputs = self._programs[expert.architecture, device].run(leaves, inputs)
         return list(expert.kind.judge(outputs, len(inputs)))
 
-    def perform(self, action: Action) -> Sequence[Judgement]:
+    def run_now(self, action: Action) -> Sequence[Judgement]:
         """Carry out an action now, with zeros as inputs: for a `Simulator` that really does everything.
 
         Returns a batch's answers.
@@ -67,7 +67,7 @@ class ExpertRunner:
             case Load():
                 self.loader.prepare(action)()
             case Evict():
-                self.loader.note(action.pool, action.evictions, action.dropped)()
+                self.loader.begin_eviction(action.pool, action.evictions, action.dropped)()
             case Batch():
                 return self.judge(action, [None] * len(action.requests))
         return ()

@@ -195,7 +195,7 @@ class ExpertManager:
     # -- loads --
 
     def tier(self, name: str, pool: ModelPool) -> tuple[Tier, int | None]:
-        """Return the tier that an expert is loaded from to a pool now, and the other pool whose copy that is."""
+        """The tier that an expert is loaded from to a pool now, and the other pool whose copy that is."""
         if self.policy.host_cache:
             if name in self._host and name not in self._taken:
                 return "host", None
@@ -335,12 +335,12 @@ class ExpertManager:
         return queue_aware(two_stage(free, set(), self.graph), _next_uses(self.executors))
 
     def profile(self, executor: ExecutorState, name: str) -> Profile:
-        """Return the profile of an expert on an executor."""
+        """The profile of an expert on an executor."""
         return self.profiles[self.graph.experts[name].architecture, executor.config.processor]
 
 
 def missing_bytes(executor: ExecutorState, profile: Profile) -> int:
-    """Return the bytes that one request takes beyond the executor's memory for activations."""
+    """The bytes that one request takes beyond the executor's memory for activations."""
     limit = executor.config.activation_bytes
     return 0 if limit is None else max(profile.activations(1) - limit, 0)
 
@@ -350,19 +350,19 @@ def _saved_by_host(profile: Profile) -> float:
 
 
 def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:
-    """Return the first executor with the memory of all that share its device."""
+    """The first executor with the memory of all that share its device."""
     first = configs[0]
     shared = sum(config.expert_bytes for config in configs if config.device == first.device)
     return dataclasses.replace(first, expert_bytes=shared)
 
 
 def _activations(executor: ExecutorState) -> str:
-    """Return the name under which a pool lends memory to an executor's batch; no expert has it."""
+    """The name under which a pool lends memory to an executor's batch; no expert has it."""
     return f"\0{executor.index}"
 
 
 def _next_uses(executors: Iterable[ExecutorState]) -> dict[str, int]:
-    """Return each queued expert's smallest index among the groups of an executor."""
+    """Each queued expert's smallest index among the groups of an executor."""
     places: dict[str, int] = {}
     for executor in executors:
         for place_, name in enumerate(executor.queue.experts()):

@@ -104,13 +104,13 @@ class ExpertGraph:
         self.usage = self._usage(usage or {})
 
     def first(self, kind: str) -> str:
-        """Return the first expert of inputs of this kind. Raises RoutingError."""
+        """The first expert of inputs of this kind. Raises RoutingError."""
         if kind not in self._inputs:
             raise RoutingError(f"no input is of kind {kind!r}; known: {_some(self._inputs)}.")
         return self._inputs[kind].expert
 
     def next(self, expert: str, verdict: str) -> str | None:
-        """Return the expert that follows a verdict; None: the verdict is the result."""
+        """The expert that follows a verdict; None: the verdict is the result."""
         rule = self._rules.get((expert, verdict))
         return None if rule is None else rule.next
 
@@ -120,11 +120,11 @@ class ExpertGraph:
         return dict(zip(self._inputs, _shares(list(self._inputs.values())), strict=True))
 
     def rules_of(self, expert: str) -> list[Rule]:
-        """Return the rules that follow an expert."""
+        """The rules that follow an expert."""
         return [rule for rule in self._rules.values() if rule.expert == expert]
 
     def require(self, name: str) -> ExpertInfo:
-        """Return the expert. Raises RoutingError if the name is unknown."""
+        """The expert. Raises RoutingError if the name is unknown."""
         if name not in self.experts:
             raise RoutingError(f"there is no expert {name!r}; known: {_some(self.experts)}.")
         return self.experts[name]

@@ -84,7 +84,7 @@ POLICIES = {
 
 
 def policy_of(mode: str, **changes: object) -> Policy:
-    """Return the policy of this name, with changes. Raises ConfigError."""
+    """The policy of this name, with changes. Raises ConfigError."""
     if mode not in POLICIES:
         raise ConfigError(f"mode={mode!r} is not known; known: {', '.join(POLICIES)}.")
     known = {field.name for field in dataclasses.fields(Policy)}

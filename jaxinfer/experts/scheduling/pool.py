@@ -68,11 +68,11 @@ class ModelPool:
         return name in self._residents and name not in self.loading
 
     def load_order(self, name: str) -> int:
-        """Return a number that is larger for an expert that was loaded later."""
+        """Load a number that is larger for an expert that was loaded later."""
         return self._loads[name]
 
     def victims(self, size: int) -> list[str] | None:
-        """Return the experts to evict for this many bytes, without evicting them; None if that is not enough."""
+        """The experts to evict for this many bytes, without evicting them; None if that is not enough."""
         return self._residents.victims(size)
 
     def begin_load(self, name: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:

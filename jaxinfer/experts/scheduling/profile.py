@@ -56,20 +56,20 @@ class Profile:
             raise ProfileError(f"activation_bytes must be at least 0, got {self.activation_bytes}.")
 
     def load_seconds(self, tier: Tier) -> float:
-        """Return the seconds to load an expert from a tier; those of the disk where the tier's are unknown."""
+        """Compute the seconds to load an expert from a tier; those of the disk where the tier's are unknown."""
         return self.load.get(tier, self.load["disk"])
 
     def padded(self, batch: int) -> int:
-        """Return the size that a batch really runs as: the next larger measured one, if there is one."""
+        """The size that a batch really runs as: the next larger measured one, if there is one."""
         return min((size for size in self.latency if size >= batch), default=batch)
 
     def seconds(self, batch: int) -> float:
-        """Return the seconds of a batch of this size with its padding: measured, or K n + B."""
+        """Compute the seconds of a batch of this size with its padding: measured, or K n + B."""
         padded = self.padded(batch)
         return self.latency.get(padded, self.k * padded + self.b)
 
     def scaled(self, factors: Mapping[str, float]) -> "Profile":
-        """Return the profile with the times of "batch", "evict" and loads by tier multiplied by their factors."""
+        """The profile with the times of "batch", "evict" and loads by tier multiplied by their factors."""
         batch = factors.get("batch", 1.0)
         return dataclasses.replace(
             self,
@@ -81,7 +81,7 @@ class Profile:
         )
 
     def activations(self, batch: int) -> int:
-        """Return the bytes that a batch of this size, with its padding, takes on top of its expert."""
+        """The bytes that a batch of this size, with its padding, takes on top of its expert."""
         padded = self.padded(batch)
         return self.workspace.get(padded, self.activation_bytes * padded)
 
@@ -107,7 +107,7 @@ def fit_latency(latency: Mapping[int, float]) -> tuple[float, float, float]:
 
 
 def choose_max_batch(latency: Mapping[int, float]) -> int:
-    """Return the smallest batch size whose latency per request is within 5% of the best (paper section 4.5)."""
+    """Choose the smallest batch size whose latency per request is within 5% of the best (paper section 4.5)."""
     if not latency:
         raise ProfileError("max_batch needs the latency of at least one batch size.")
     average = {size: seconds / size for size, seconds in latency.items()}

@@ -84,19 +84,19 @@ class ExecutorQueue:
         return removed
 
     def first(self) -> Group | None:
-        """Return the group that runs next."""
+        """The group that runs next."""
         return next(iter(self._groups), None)
 
     def groups(self) -> Iterable[Group]:
-        """Return the groups in the order in which they will run."""
+        """The groups in the order in which they will run."""
         return self._groups
 
     def count(self, expert: str) -> int:
-        """Return the number of requests that wait for an expert."""
+        """Count the number of requests that wait for an expert."""
         return self._counts[expert]
 
     def experts(self) -> list[str]:
-        """Return the experts in the order in which they will be needed."""
+        """The experts in the order in which they will be needed."""
         return list(dict.fromkeys(group.expert for group in self._groups))
 
     def may_overtake(self, request: Request, other: Request) -> bool:

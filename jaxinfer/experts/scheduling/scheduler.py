@@ -200,7 +200,7 @@ class Scheduler:
         return index
 
     def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
-        """Return the additional inference latency of a request for this expert; None if the executor cannot run it."""
+        """The additional inference latency of a request for this expert; None if the executor cannot run it."""
         if not executor.alive or not self.manager.can_serve(executor, expert):
             return None
         if (quarantine := self._quarantined.get((expert.name, executor.pool.index))) and now < quarantine.until:
@@ -216,7 +216,7 @@ class Scheduler:
     # -- beginnings --
 
     def poll(self, now: float) -> list[Action]:
-        """Return the actions to begin now; `Load`s and `Batch`es count as under way from here on."""
+        """The actions to begin now; `Load`s and `Batch`es count as under way from here on."""
         actions: list[Action] = [*self._expire(now)]
         if self._settled:
             return actions
@@ -239,7 +239,7 @@ class Scheduler:
             self._prefetch(executor, now, actions)
 
     def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
-        """Return the first group; or one that may overtake it, for its deadline or because its expert is loaded."""
+        """The first group; or one that may overtake it, for its deadline or because its expert is loaded."""
         queue, first = executor.queue, executor.queue.first()
         if first is None:
             return None
@@ -249,7 +249,7 @@ class Scheduler:
         return preferred if preferred is not None and queue.may_overtake(preferred.first, first.first) else first
 
     def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
-        """Return the group with the earliest deadline among those that can be met, but not in their turn."""
+        """The group with the earliest deadline among those that can be met, but not in their turn."""
         urgent, earliest, before = None, math.inf, 0.0
         for group in executor.queue.groups():
             request = group.first
@@ -358,7 +358,7 @@ class Scheduler:
                 return
 
     def _ahead(self, executor: ExecutorState) -> list[str]:
-        """Return the experts that will run next."""
+        """The experts that will run next."""
         experts, limit = executor.queue.experts(), self.policy.prefetch
         if self.policy.resident_first:
             resident = executor.pool.resident
@@ -369,7 +369,7 @@ class Scheduler:
     # -- failures --
 
     def _why_none(self, expert: ExpertInfo, now: float) -> FailedError:
-        """Return the error that says why no executor can run an expert now."""
+        """The error that says why no executor can run an expert now."""
         alive = [x for x in self.executors if x.alive]
         quarantines = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
         waiting = [each for each in quarantines if each and now < each.until]

@@ -19,7 +19,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
-from jaxinfer.generation.other_names import MODEL, refuses
+from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
@@ -123,7 +123,7 @@ class AsyncLLM(EngineHolder):
         )
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Return the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
+        """Compute the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
@@ -238,7 +238,7 @@ class AsyncLLM(EngineHolder):
         try:
             self._loop.close(drain=drain, timeout=timeout)
         finally:
-            self._let_go()  # the decider closes the engine
+            self._free()  # the decider closes the engine
 
     def _end_error(self) -> Exception:
         return self._loop.end_error()
@@ -271,7 +271,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         async with contextlib.aclosing(self):
             async for output in self:
                 if len(output.outputs) > 1:
-                    raise ValueError(f"A stream of text has one completion, but n={len(output.outputs)}.")
+                    raise ValueError(f"A stream of text needs SamplingParams.n=1, got {len(output.outputs)}.")
                 text = output.outputs[0].text
                 if len(text) > printed:
                     yield text[printed:]
@@ -283,7 +283,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         async for _ in self:
             pass
         if self._newest is None:
-            raise RuntimeError("The stream was closed before it had an output.")
+            raise RuntimeError("The stream was closed before its first output.")
         return self._newest
 
     async def aclose(self) -> None:

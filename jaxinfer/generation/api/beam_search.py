@@ -23,7 +23,7 @@ from msgspec import Meta
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.fields import AtLeast1, check_fields, shown
-from jaxinfer.generation.other_names import BEAM_SEARCH, refuses
+from jaxinfer.generation.foreign_options import BEAM_SEARCH, refuses
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
 from jaxinfer.generation.text import Prompt
@@ -144,7 +144,7 @@ class BeamSearch:
         self.live = [] if live and self._is_over(live[0]) else live
 
     def score(self, hypothesis: Hypothesis) -> float:
-        """Return the log probability, normalised by length."""
+        """Compute the log probability, normalised by length."""
         return hypothesis.logprob / len(hypothesis.ids) ** self._params.length_penalty
 
     def stopped(self, hypothesis: Hypothesis) -> bool:

@@ -23,7 +23,7 @@ from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import DevicePrograms
-from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoderPasses, Layers
+from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoderPasses, LayerStream
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.encoder import EncoderExecutor
@@ -38,8 +38,8 @@ from jaxinfer.generation.execution.programs.chain import encoder_specs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
 from jaxinfer.generation.execution.whole import WholeDecoderPasses, WholeEncoderPasses
 from jaxinfer.generation.fields import check, shown
+from jaxinfer.generation.foreign_options import unknown_options
 from jaxinfer.generation.lora.cache import AdapterCache
-from jaxinfer.generation.other_names import unknown_options
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
@@ -131,7 +131,7 @@ def _decoder_executor(
             passes = RingDecoderPasses(programs, layout.num_stages, layout.lanes)
     else:
         assert isinstance(model, StreamedModel)
-        layers = Layers(model, plan.placement, plan.costs)
+        layers = LayerStream(model, plan.placement, plan.costs)
         programs = DevicePrograms(model, config, chain_programs(layout, layers.ranges))
         passes = ChainDecoderPasses(layers, programs, buckets)
     return DecoderExecutor(
@@ -153,7 +153,7 @@ def _encoder_executor(
         passes = WholeEncoderPasses(model, programs)
     else:
         assert isinstance(model, StreamedModel)
-        layers = Layers(model, plan.placement, plan.costs)
+        layers = LayerStream(model, plan.placement, plan.costs)
         programs = DevicePrograms(model, config, encoder_specs(model, layers.ranges))
         passes = ChainEncoderPasses(model, layers, programs)
     return EncoderExecutor(
@@ -244,7 +244,7 @@ def place_model[Config: SharedConfig](
         if name in given and (value := getattr(config, name, only)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
-                f"leave it {only}."
+                f"set {name}={only} or weights='device'."
             )
     with _reserved(reservation, opened, placement):
         model = stream_model(opened, placement, memory.layer_files)

@@ -11,7 +11,7 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine, load_image_embedder
 from jaxinfer.generation.execution.images import ImageEngine
-from jaxinfer.generation.other_names import MODEL, refuses
+from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.text import Prompt
 from jaxinfer.hub import resolve
 from jaxinfer.models.devices import AnyMesh
@@ -76,7 +76,7 @@ class Embedder(EngineHolder):
     def embed(
         self, inputs: Prompt | AnyImage | Sequence[Prompt] | Sequence[AnyImage], *, adapter: str | None = None
     ) -> np.ndarray:
-        """Return the vectors of one or several texts or images, of length 1: float32 [inputs, D].
+        """Compute the vectors of one or several texts or images, of length 1: float32 [inputs, D].
 
         Args:
           inputs: texts or token ids; for a vision transformer images: uint8 [H, W, 3] (RGB) of any size, images of
@@ -90,12 +90,12 @@ class Embedder(EngineHolder):
                 size = self.model.transformer.output_width
                 return embed(engine, cast("Prompt | Sequence[Prompt]", inputs), size=size, adapter=adapter)
             if adapter is not None:
-                raise ValueError(f"adapter={adapter!r} is not for a model of images.")
+                raise ValueError(f"adapter={adapter!r} is not supported for an image model; leave it out.")
             return engine.embed(_images(inputs))
 
 
 def _images(inputs: Any) -> Sequence[AnyImage]:
-    """Return a list of images, of one or several."""
+    """A list of images, of one or several."""
     if isinstance(inputs, str | Path) or is_pillow(inputs) or getattr(inputs, "ndim", 4) == 3:
         return [inputs]
     return inputs

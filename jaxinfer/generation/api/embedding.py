@@ -11,7 +11,7 @@ from jaxinfer.generation.text import Prompt, as_list
 
 
 def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
-    """Return the vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
+    """Compute the vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
 
     Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
     """

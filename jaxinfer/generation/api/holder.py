@@ -48,7 +48,7 @@ class EngineHolder(Closeable):
         Raises ValueError for a model of images, which has no requests.
         """
         if isinstance(engine := self._loaded.engine, ImageEngine):
-            raise ValueError(f"This {type(self).__name__} holds a model of images, which has no requests: use `embed`.")
+            raise ValueError(f"{type(self).__name__}.engine is not available for an image model: use `embed`.")
         return engine
 
     @property
@@ -104,16 +104,16 @@ class EngineHolder(Closeable):
                 self._idle.wait_for(lambda: all(call.is_mine for call in self._calls), timeout)
         engine.close(timeout=None if until is None else until - time.monotonic())
         del engine
-        self._let_go()
+        self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         if self._held is not None and not self._held.engine.forked:
             reservation, self._held = self._held.reservation, None
             reservation.release()
             trim_heap()
 
     def _call(self) -> "_RunningCall":
-        """Return a context manager for a call, which `close` in another thread may wait for."""
+        """A context manager for a call, which `close` in another thread may wait for."""
         return _RunningCall(self)
 
 

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.fields import AtLeast1, check
-from jaxinfer.generation.other_names import MODEL, refuses
+from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -160,7 +160,7 @@ class LLM(EngineHolder):
             return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Return the mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
+        """Compute the mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
@@ -185,11 +185,11 @@ class LLM(EngineHolder):
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
         batch = as_list(prompts)
         if params is not None and any(isinstance(prompt, Request) for prompt in batch):
-            raise ValueError("A prepared request has its SamplingParams: give none beside it.")
+            raise ValueError("A prepared request already has SamplingParams: do not pass others with it.")
         params = SamplingParams() if params is None else params
         given = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(given) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: give one for all, or one each.")
+            raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: pass one, or one per prompt.")
         requests = []
         for index, (prompt, options) in enumerate(zip(batch, given, strict=True)):
             try:
@@ -198,6 +198,6 @@ class LLM(EngineHolder):
                 raise ValueError(f"Prompt {index}: {error}") from error
         if len({request.request_id for request in requests}) < len(requests):
             raise ValueError(
-                "A prepared request or a request_id is given twice: prepare the prompt once for each time it is to run."
+                "A prepared request or a request_id is passed twice: prepare the prompt again for each run."
             )
         return requests

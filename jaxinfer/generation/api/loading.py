@@ -117,7 +117,7 @@ def load_decoder(
     _begin_kernels(engine_options)
     opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
-        raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
+        raise ValueError(f"{path} is an encoder; use jaxinfer.Embedder for it.")
     context = _context(context, opened.transformer.context, owner="LLM")
     opened = opened.for_context(context)
     if adapters:
@@ -210,8 +210,8 @@ def load_image_embedder(
     refused = sorted(name for name, value in given.items() if name not in ("level", "kernels") and value is not None)
     if refused:
         raise ValueError(
-            f"{owner}.{refused[0]}={given[refused[0]]!r} is not for a model of images, which runs whole on one device; "
-            "leave it out."
+            f"{owner}.{refused[0]}={given[refused[0]]!r} is not supported for an image model, which runs on one "
+            "device; leave it out."
         )
     level, kernels = check("level", options.get("level", 0), int), check("kernels", options.get("kernels", True), bool)
     _begin_kernels(options)
@@ -232,7 +232,7 @@ def load_image_embedder(
 
 
 def _names(load: Callable[..., LoadedEngine]) -> set[str]:
-    """Return the options that a user gives one of these functions by name."""
+    """The options that a user gives one of these functions by name."""
     parameters = inspect.signature(load).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner"}
 
@@ -260,6 +260,6 @@ def _context(context: int | None, longest: int, *, owner: str) -> int:
 def _with_room(options: EngineOptions, adapters: Mapping[str, str | Path]) -> EngineOptions:
     """Add room for these adapters to the options. Raises ValueError if the options rule it out."""
     if options.get("max_adapters") == 0:
-        raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
+        raise ValueError("LLM.max_adapters=0, but adapters are passed: set it to at least 1, or pass no adapters.")
     rank = max(AdapterInfo.read(folder).rank for folder in adapters.values())
     return {"max_adapters": min(len(adapters), 8), "max_lora_rank": rank, **options}

@@ -238,7 +238,7 @@ class Allocator:
             self.adapters.prefetch(sequence.params.adapter)
 
     def _acquire_adapter(self, sequence: Sequence, *, wait: bool) -> int | None:
-        """Return the index of its adapter on the device, 0 without one; None while it is read or all are in use."""
+        """The index of its adapter on the device, 0 without one; None while it is read or all are in use."""
         name = sequence.params.adapter
         return 0 if name is None or self.adapters is None else self.adapters.acquire(name, wait=wait)
 
@@ -264,7 +264,7 @@ class Allocator:
 
 
 def _root(sequence: Sequence) -> Hashable:
-    """Return all that sequences must have in common, beside tokens, to share pages."""
+    """All that sequences must have in common, beside tokens, to share pages."""
     return "root", sequence.params.adapter
 
 

@@ -22,7 +22,7 @@ def chunks_per_micro_batch(chunks: int, stages: int) -> int:
 
 
 def round_up(size: int, sizes: Sizes[int]) -> int:
-    """Return the smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
+    """The smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
     for candidate in sizes:
         if candidate >= size:
             return candidate
@@ -86,7 +86,7 @@ class Buckets:
         return max(size for size in self.chunks if size <= count)
 
     def for_stages(self, stages: int) -> "Buckets":
-        """Return the buckets of a pipeline: its steps run no micro-batch that is empty, so padding costs nothing.
+        """The buckets of a pipeline: its steps run no micro-batch that is empty, so padding costs nothing.
 
         Where numbers of chunks make the same micro-batches, only the largest is kept.
         """
@@ -102,7 +102,7 @@ class Buckets:
     def reachable(
         self, sequences: Sizes[Sequence], config: EngineConfig, *, num_pages: int, lanes: int = 1
     ) -> "Buckets":
-        """Return the buckets that may be needed while these sequences come and go, on a cache of `num_pages` a lane."""
+        """The buckets that may be needed while these sequences come and go, on a cache of `num_pages` a lane."""
 
         def pages(tokens: int) -> int:
             return -(-tokens // config.page_size)
@@ -128,7 +128,7 @@ class Buckets:
 
 
 def _up_to(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ascending sizes up to the first that holds `size`; all if none does."""
+    """The ascending sizes up to the first that holds `size`; all if none does."""
     return sizes[: next((i for i, candidate in enumerate(sizes) if candidate >= size), len(sizes)) + 1]
 
 
@@ -156,7 +156,7 @@ class EncoderBuckets:
         )
 
     def length(self, sequence: Sequence) -> int:
-        """Return the length of the row that a prompt is padded to."""
+        """The length of the row that a prompt is padded to."""
         return round_up(sequence.num_prompt_tokens, self.lengths)
 
     def max_rows(self, length: int) -> int:
@@ -173,7 +173,7 @@ class EncoderBuckets:
         }
 
     def reachable(self, sequences: Iterable[Sequence]) -> set[tuple[int, int]]:
-        """Return the shapes that these sequences, queued together, need: full batches of each length, and the rest."""
+        """The shapes that these sequences, queued together, need: full batches of each length, and the rest."""
         shapes = set()
         for length, count in Counter(map(self.length, sequences)).items():
             full = self.max_rows(length)

@@ -151,7 +151,7 @@ class Engine:
             try:
                 self._step(max_passes)
             except Exception as error:  # in the scheduler: no single sequence is to blame
-                self._survive(error)
+                self._recover_scheduler(error)
             if self._closed:  # by another thread, which may have cut the step short
                 raise closed_error("This model")
         return self._take_advanced()
@@ -199,18 +199,18 @@ class Engine:
         """End the sequences of a step that failed; all others begin again from the tokens that the host has."""
         log.error("A step failed; its %d sequences end with an error.", len(sequences), exc_info=error)
         self._fail(Failure(s, f"{type(error).__name__}: {error}") for s in sequences if not s.finished)
-        self._begin_anew()
+        self._reset()
 
-    def _survive(self, error: Exception) -> None:
+    def _recover_scheduler(self, error: Exception) -> None:
         """Recover from a failure of the scheduler: all begin again; if that fails too, all end with the error."""
         self._failed_steps += 1
         if self._failed_steps > 1:
             self._recover(self.scheduler.sequences, error)
             return
         log.error("Scheduling failed; all requests begin again.", exc_info=error)
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Reset records and device state, whatever state they are in; sequences keep their tokens."""
         if (sequence := self._outputs.take_unfinished()) is not None:
             self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
@@ -344,7 +344,7 @@ class _Change:
 
     def __enter__(self) -> None:
         if self._engine._interrupted and not self._engine._closed:
-            self._engine._begin_anew()
+            self._engine._reset()
         self._engine._interrupted = True
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

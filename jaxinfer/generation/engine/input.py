@@ -133,7 +133,7 @@ class InputProcessor:
             )
 
     def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
-        """Return the tokens of each bad word, alone and after a space; words that the model cannot write are left out.
+        """The tokens of each bad word, alone and after a space; words that the model cannot write are left out.
 
         After a space it is another word only if its first token is another and it has as many, as in vLLM.
         """
@@ -154,7 +154,7 @@ class InputProcessor:
         return words
 
     def _bitmask(self, params: SamplingParams, banned: set[int]) -> np.ndarray | None:
-        """Return the bitmask of the allowed tokens without the banned ones; None if that is all tokens."""
+        """The bitmask of the allowed tokens without the banned ones; None if that is all tokens."""
         if params.allowed_token_ids is None and not banned:
             return None
         allowed = range(self._vocab) if params.allowed_token_ids is None else params.allowed_token_ids

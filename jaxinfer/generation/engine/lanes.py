@@ -41,7 +41,7 @@ class LaneScheduler:
         min(self.lanes, key=busyness).add(sequence)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
-        """Return a sequence's allocation; None once it has left."""
+        """A sequence's allocation; None once it has left."""
         return next((a for lane in self.lanes if (a := lane.allocation(sequence)) is not None), None)
 
     @property
@@ -60,7 +60,7 @@ class LaneScheduler:
         return [sequence for lane in self.lanes for sequence in lane.sequences]
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """Return the next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
+        """The next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
         steps = self._prepare()
         chosen = choose_passes(self.lanes, steps, max_passes)

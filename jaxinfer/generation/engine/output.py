@@ -109,7 +109,7 @@ def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None
 
 
 def _sum(load: ExpertLoad | None, more: ExpertLoad | None) -> ExpertLoad | None:
-    """Return a new sum: a view in another thread may have the old one."""
+    """Sum a new sum: a view in another thread may have the old one."""
     return more if load is None or more is None else load + more
 
 

@@ -65,7 +65,7 @@ class PagePool:
         return len(self._empty) + len(self._unreferenced)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages that hold this many tokens."""
+        """The number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -118,7 +118,7 @@ class PagePool:
         return sum(node.page in self._ref_counts for node in self._full_nodes(root, tokens))
 
     def _full_nodes(self, root: Hashable, tokens: Sequence[int]) -> list[Node]:
-        """Return the full pages along the tokens."""
+        """The full pages along the tokens."""
         size, parent, nodes = self.page_size, root, []
         while parent in self._children:
             node = self._children[parent].get(tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size]))
@@ -184,6 +184,6 @@ class PagePool:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return the length of the common prefix."""
+    """The length of the common prefix."""
     equal = (a == b for a, b in zip(first, second, strict=False))
     return sum(itertools.takewhile(bool, equal))

@@ -53,7 +53,7 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """Return the next step; an empty one if all wait for the steps in flight, or nothing is left."""
+        """The next step; an empty one if all wait for the steps in flight, or nothing is left."""
         ...
 
     def commit(self, batch: Batch, output: StepOutput) -> None:

@@ -32,7 +32,7 @@ _order = operator.attrgetter("order")
 
 
 def queue_order(arrivals: Iterator[int], sequence: Sequence) -> tuple[int, int]:
-    """Return the queue position of a sequence that has just arrived; ties go to the earlier one."""
+    """The queue position of a sequence that has just arrived; ties go to the earlier one."""
     arrival = next(arrivals)
     return arrival + PRIORITY_WEIGHT * sequence.params.priority, arrival
 
@@ -135,7 +135,7 @@ class DecoderScheduler:
         self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
-        """Return a sequence's allocation; None once it has left."""
+        """A sequence's allocation; None once it has left."""
         return self._allocations.get(sequence)
 
     @property
@@ -180,13 +180,13 @@ class DecoderScheduler:
         self._remove(allocation)
 
     def cached_share(self, sequence: Sequence) -> float:
-        """Return the share of a sequence's tokens that full cached pages have, from 0 to 1."""
+        """The share of a sequence's tokens that full cached pages have, from 0 to 1."""
         return self._allocator.count_cached_tokens(sequence) / max(len(sequence.token_ids), 1)
 
     # A step
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """Return the next step.
+        """The next step.
 
         Decoding sequences come first, which may preempt others; then chunks of running prompts, and of prompts that can
         be admitted as long as the step has room for chunks.
@@ -274,7 +274,7 @@ class DecoderScheduler:
         return () if self._adapters is None else self._adapters.take_uploads()
 
     def _decoding(self) -> list[Allocation]:
-        """Return all that decode, with a page for their next token; preempts the last in order if needed."""
+        """All that decode, with a page for their next token; preempts the last in order if needed."""
         decoding = []
         for allocation in sorted(self.running, key=_order):
             if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
@@ -364,7 +364,7 @@ class DecoderScheduler:
         )
 
     def _bucket(self, rows: int) -> int:
-        """Return the number of rows that a decode step is padded to."""
+        """The number of rows that a decode step is padded to."""
         return round_up(rows, self._buckets.decode_rows)
 
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
@@ -505,7 +505,7 @@ def choose_passes(
 
 
 def _length(allocation: Allocation) -> int:
-    """Return the most tokens that may be known when the next step begins."""
+    """The most tokens that may be known when the next step begins."""
     return len(allocation.sequence.token_ids) + allocation.max_in_flight
 
 
@@ -517,7 +517,7 @@ def _speculative_tokens(allocation: Allocation) -> int:
 
 
 def _token_bitmask(sequence: Sequence) -> tuple[np.ndarray | None, str | None]:
-    """Return the tokens that may come next (None: all), and an error if none may (else None)."""
+    """The tokens that may come next (None: all), and an error if none may (else None)."""
     asked = sequence.request.bitmask
     if sequence.matcher is None or sequence.matcher.finished:
         return asked, None

@@ -81,7 +81,7 @@ class PassCosts:
             self.all.record(self._name, bucket, rest, passes=speculative, at_most=at_most)
 
     def seconds(self, rows: int, micro_batches: int = 1) -> float | None:
-        """Return the seconds of a plain pass, or of a speculative one if no plain one is known; None if none is.
+        """The seconds of a plain pass, or of a speculative one if no plain one is known; None if none is.
 
         micro_batches: in which the rows go through the stages of a pipeline.
         """
@@ -117,6 +117,6 @@ class PassCosts:
         return self.all.mean(self._name, **self._sizes_of(rows, speculative, micro_batches))
 
     def _sizes_of(self, rows: int, speculative: int, micro_batches: int) -> dict[str, int]:
-        """Return the sizes of a decode pass in the record."""
+        """The sizes of a decode pass in the record."""
         sizes = self._sizes | {"batch": micro_batches * -(-rows // micro_batches), "speculative": speculative}
         return sizes | ({"micro_batches": micro_batches} if self.stages > 1 else {})

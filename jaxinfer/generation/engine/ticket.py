@@ -43,7 +43,7 @@ class RequestTicket(Ticket[Any]):
         return True
 
     def result(self) -> RequestOutput | np.ndarray | FailedError:
-        """Return the outcome of a request whose completions have ended."""
+        """The outcome of a request whose completions have ended."""
         output = None if self._view is None else self._view.output()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:

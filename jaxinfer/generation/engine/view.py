@@ -56,7 +56,7 @@ class CompletionSnapshot(NamedTuple):
         )
 
     def output(self) -> CompletionOutput:
-        """Return the completion as of the snapshot."""
+        """The completion as of the snapshot."""
         sequence, first, last = self.sequence, self.first_token_time, self.last_token_time
         asked = sequence.request.sampling.logprobs is not None
         count = self.num_tokens - sequence.num_prompt_tokens
@@ -80,7 +80,7 @@ class CompletionSnapshot(NamedTuple):
         )
 
     def _safe_text(self) -> str:
-        """Return the text without an end that may turn out to begin a stop string."""
+        """The text without an end that may turn out to begin a stop string."""
         params = self.sequence.request.sampling
         if self.finish_reason is not None or params.include_stop_str_in_output:
             return self.text
@@ -101,7 +101,7 @@ class RequestSnapshot(NamedTuple):
     completions: list[CompletionSnapshot]
 
     def output(self) -> RequestOutput:
-        """Return the request's completions as of the snapshot. In any thread, at any later time."""
+        """The request's completions as of the snapshot. In any thread, at any later time."""
         request, first = self.request, self.completions[0]
         logprobs = first.sequence.prompt_logprobs[: first.num_prompt_logprobs]
         return RequestOutput(
@@ -131,5 +131,5 @@ class RequestView:
         return RequestSnapshot(self._sequences[0].request, self._prompt_token_ids, completions)
 
     def output(self) -> RequestOutput:
-        """Return the request's completions so far. In the thread that steps the engine."""
+        """The request's completions so far. In the thread that steps the engine."""
         return self.snapshot().output()

@@ -64,7 +64,7 @@ class _Slice:
     x: jax.Array
 
 
-class Layers:
+class LayerStream:
     """The layers in the order of a pass, with their weights; streamed ones as they arrive.
 
     Args:
@@ -128,7 +128,7 @@ class ChainPasses:
 
     overlap, pipeline = False, None
 
-    def __init__(self, layers: Layers):
+    def __init__(self, layers: LayerStream):
         self.layers = layers
 
     @property
@@ -158,7 +158,7 @@ class ChainDecoderPasses(ChainPasses):
       buckets: the sizes that programs are compiled for.
     """
 
-    def __init__(self, layers: Layers, programs: DevicePrograms[Buckets], buckets: Buckets):
+    def __init__(self, layers: LayerStream, programs: DevicePrograms[Buckets], buckets: Buckets):
         super().__init__(layers)
         self._programs, self._buckets = programs, buckets
 
@@ -178,7 +178,7 @@ class ChainDecoderPasses(ChainPasses):
         for layers, leaves in self.layers:
             at, adapters = layers.layers, None if state.adapters is None else state.adapters[layers.layers]
             if runs_experts(state.layout.config, layers):
-                done = [self._mix(part, layers, leaves, state) for part in slices]
+                done = [self._run_experts(part, layers, leaves, state) for part in slices]
                 self.layers.prefetcher.computing(done)
                 continue
             for part in slices:
@@ -188,7 +188,7 @@ class ChainDecoderPasses(ChainPasses):
             self.layers.prefetcher.computing(caches[layers.first].k, layers.count)
         return [self._leave(part, state) for part in slices]
 
-    def _mix(self, part: _Slice, layers: LayerRange, leaves: list[jax.Array], state: DecoderState) -> jax.Array:
+    def _run_experts(self, part: _Slice, layers: LayerRange, leaves: list[jax.Array], state: DecoderState) -> jax.Array:
         """Run a layer with experts; returns what is there when its weights are no longer used."""
         experts, caches, at = self.layers.experts, state.arrays.caches, layers.layers
         assert experts is not None
@@ -245,7 +245,7 @@ class ChainEncoderPasses(ChainPasses):
       programs: those of `chain.encoder_specs`.
     """
 
-    def __init__(self, model: StreamedModel, layers: Layers, programs: DevicePrograms[ShapeBuckets]):
+    def __init__(self, model: StreamedModel, layers: LayerStream, programs: DevicePrograms[ShapeBuckets]):
         super().__init__(layers)
         self._leaves, self._programs = list(model.leaves.values()), programs
 

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import BaseExecutor, DevicePrograms, Passes, send_to_host
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder_state import DecoderState
-from jaxinfer.generation.execution.memory import who_has
+from jaxinfer.generation.execution.memory import memory_report
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
@@ -122,7 +122,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(layout.mesh)):
             raise MemoryError(
                 f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
-                f"lower cache_bytes, max_batch or token_budget.\n{who_has(layout.mesh)}"
+                f"lower cache_bytes, max_batch or token_budget.\n{memory_report(layout.mesh)}"
             )
         return missing
 

@@ -52,10 +52,10 @@ class DecoderState:
             self.arrays = program(self.arrays, *command.inputs)
 
     def bitmask(self, packed: np.ndarray | None, rows: int) -> Any:
-        """Return the tokens that rows, so many of a lane, may choose. None: any, which the devices keep."""
+        """The tokens that rows, so many of a lane, may choose. None: any, which the devices keep."""
         if packed is not None:
             return packed
         if rows not in self._all_tokens:
-            shape = self.layout.of_lanes(self.layout.bitmask(rows))
+            shape = self.layout.stack_lanes(self.layout.bitmask(rows))
             self._all_tokens[rows] = jax.device_put(np.full(shape.shape, ALL_TOKENS), shape.sharding)
         return self._all_tokens[rows]

@@ -38,7 +38,7 @@ class ImageEngine:
         self._origin = Origin("This model")
 
     def embed(self, images: Sequence[AnyImage]) -> np.ndarray:
-        """Return the vectors of images, of length 1: float32 [images, feature_width].
+        """Compute the vectors of images, of length 1: float32 [images, feature_width].
 
         The next batch is read and resized while one runs. Raises ValueError for an invalid image, naming it.
         """

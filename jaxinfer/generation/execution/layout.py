@@ -33,12 +33,12 @@ ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp
 
 
 def integers(*shape: int) -> Any:
-    """Return the shape of an int32 array; typed as an array, since it stands for one in named tuples."""
+    """The shape of an int32 array; typed as an array, since it stands for one in named tuples."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def flags(*shape: int) -> Any:
-    """Return the shape of a bool array; typed as an array, since it stands for one in named tuples."""
+    """The shape of a bool array; typed as an array, since it stands for one in named tuples."""
     return jax.ShapeDtypeStruct(shape, jnp.bool_)
 
 
@@ -144,7 +144,7 @@ class DeviceLayout:
         processors: LogitsProcessors = (),
         only: Callable[[str], bool] = lambda name: True,
     ) -> "DeviceLayout":
-        """Return the layout of a loaded model; for a model that is only opened, the shapes alone.
+        """The layout of a loaded model; for a model that is only opened, the shapes alone.
 
         only: for a model that is not loaded, which leaves are to be on the devices all the time, by name.
         """
@@ -173,7 +173,7 @@ class DeviceLayout:
         sharding = sharding_on(self.mesh, self._rules, axes or [None] * len(x.shape), x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def of_stages(self, x: Any, *axes: str | None) -> Any:
+    def stack_stages(self, x: Any, *axes: str | None) -> Any:
         """Turn the shape of one stage's array, whose dimensions have these names, into that of all stages'."""
         if not self._placed:
             return x
@@ -187,7 +187,7 @@ class DeviceLayout:
         return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
 
     def layer_leaves(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the weights of a layer, or of one of its experts, as they come to the devices.
+        """The shapes of the weights of a layer, or of one of its experts, as they come to the devices.
 
         In the order in which programs take them.
         """
@@ -200,7 +200,7 @@ class DeviceLayout:
 
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
-    def of_lanes(self, x: Any) -> Any:
+    def stack_lanes(self, x: Any) -> Any:
         """Turn the shape of one lane's array into that of all lanes', one after the other; a scalar is for all."""
         if not x.shape:
             return self.place(x)
@@ -208,11 +208,11 @@ class DeviceLayout:
         return self.place(shape, "batch", *[None] * (len(x.shape) - 1))
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
-        """Return the shapes of arguments from the host, from those of one lane."""
-        return jax.tree.map(self.of_lanes, shapes) if self.mesh is not None else shapes
+        """The shapes of arguments from the host, from those of one lane."""
+        return jax.tree.map(self.stack_lanes, shapes) if self.mesh is not None else shapes
 
     def slots(self, count: int) -> Slots:
-        """Return the shapes of `Slots` with `count` rows."""
+        """The shapes of `Slots` with `count` rows."""
         options = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype),
             sampling_arrays([idle_options(len(self.static.processors))]),
@@ -221,11 +221,11 @@ class DeviceLayout:
         return Slots(integers(count, self.engine.context), vector, vector, options)
 
     def rows(self, batch: int, pages: int) -> Rows:
-        """Return the shapes of a batch's `Rows`, whose page tables have `pages` entries."""
+        """The shapes of a batch's `Rows`, whose page tables have `pages` entries."""
         return Rows(integers(batch), integers(batch, pages))
 
     def bitmask(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of the bitmask of tokens that some rows may choose."""
+        """The shape of the bitmask of tokens that some rows may choose."""
         return jax.ShapeDtypeStruct((rows, bitmask_words(self.config.vocab)), np.uint32)
 
     def _state(self) -> DeviceState:
@@ -236,10 +236,10 @@ class DeviceLayout:
 
         def page(x: Any) -> Any:
             names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")
-            return self.of_stages(x, *names)
+            return self.stack_stages(x, *names)
 
         caches = jax.tree.map(page, [layer] * self.config.layers)
-        return DeviceState(caches, jax.tree.map(self.of_lanes, self.slots(self.engine.max_batch + 1)))
+        return DeviceState(caches, jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
         original = self._fitting.original
@@ -253,8 +253,8 @@ class DeviceLayout:
             fitted = self._fitting.size(linear)
             inputs, outputs = fitted if in_axis else inputs, fitted if out_axis else outputs
             count, dtype = self.engine.max_adapters, self.weights.dtype
-            a = self.of_stages(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
-            b = self.of_stages(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
+            a = self.stack_stages(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
+            b = self.stack_stages(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
             return LowRankStack(a, b)
 
         return [
@@ -269,18 +269,18 @@ class DeviceLayout:
         ]
 
     def _example(self, position: int) -> int:
-        """Return a layer of the model whose sizes those at a position have."""
+        """Compute a layer of the model whose sizes those at a position have."""
         return position if self.stages is None else self.stages.example(position)
 
     def one_adapter(self) -> list[LayerAdapters]:
-        """Return the shapes of what `adapter_layers` returns."""
+        """The shapes of what `adapter_layers` returns."""
         assert self.adapters is not None
 
         def pair(field: str, stack: LowRankStack) -> LowRankStack:
             out_axis, in_axis = ADAPTER_AXES[field]
             (_, rank, inputs), outputs = stack.a.shape, len(stack.b) // self.num_stages
             a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rank, inputs), (outputs, rank)))
-            return LowRankStack(self.of_stages(a, None, in_axis), self.of_stages(b, out_axis, None))
+            return LowRankStack(self.stack_stages(a, None, in_axis), self.stack_stages(b, out_axis, None))
 
         return [
             LayerAdapters(**{field: pair(field, stack) for field, stack in layer._asdict().items() if stack})
@@ -288,7 +288,7 @@ class DeviceLayout:
         ]
 
     def adapter_layers(self, adapter: Adapter | None) -> list[LayerAdapters]:
-        """Return one adapter's matrices, as numpy arrays; zeros for linears that it does not adapt."""
+        """One adapter's matrices, as numpy arrays; zeros for linears that it does not adapt."""
         assert self.adapters is not None
 
         def matrices_of(layer: int | None, field: str, stack: LowRankStack) -> tuple[np.ndarray, np.ndarray]:

@@ -114,11 +114,11 @@ def plan_memory(
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
     cache_limit = room if cache_bytes is None else cache_bytes
-    check_page(cache_limit, size, config, who_has(model.mesh))
+    check_page(cache_limit, size, config, memory_report(model.mesh))
     if cache_limit > room:
         raise MemoryError(
             f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
-            f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}.\n{who_has(model.mesh)}"
+            f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}.\n{memory_report(model.mesh)}"
         )
     pages = min(cache_limit // size, full) if shared else cache_limit // size
     if cache_bytes is None and pages != full:
@@ -138,7 +138,7 @@ def plan_memory(
 
 
 def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
-    """Return the bytes of each device that are free, unreserved, and not needed for adapters in the host's memory."""
+    """The bytes of each device that are free, unreserved, and not needed for adapters in the host's memory."""
     devices = devices_of(opened.mesh)
     sharing = Counter(map(budget_of, devices))
     unreserved = (free // count for budget, count in sharing.items() if (free := budget.free) is not None)
@@ -147,17 +147,17 @@ def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
 
 
 def read_adapter_bytes(config: SharedConfig) -> int:
-    """Return the bytes of the host's memory that adapters that were read may take."""
+    """Read the bytes of the host's memory that adapters that were read may take."""
     return config.adapter_bytes if isinstance(config, EngineConfig) and config.max_adapters else 0
 
 
-def who_has(mesh: Mesh | None) -> str:
+def memory_report(mesh: Mesh | None) -> str:
     """List what is reserved of the devices' memory, a line each, for an error."""
     return "\n".join(map(str, dict.fromkeys(map(budget_of, devices_of(mesh)))))
 
 
 def buffer_bytes(placement: Placement | None) -> int:
-    """Return the bytes of each device for layers on their way."""
+    """The bytes of each device for layers on their way."""
     return 0 if placement is None else placement.buffer_bytes
 
 
@@ -171,7 +171,7 @@ def device_tenants(
     cache: int = 0,
     workspace: int = 0,
 ) -> dict[str, int]:
-    """Return a model's reservations of a device, in bytes by tenant; those of 0 bytes are left out.
+    """A model's reservations of a device, in bytes by tenant; those of 0 bytes are left out.
 
     Args:
       weights: weights that are there all the time; for a streamed model those beside its layers.
@@ -195,7 +195,7 @@ def device_tenants(
 
 
 def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
-    """Return the part of `device_tenants` known before a weight is read. placement: None: all layers are there."""
+    """The part of `device_tenants` known before a weight is read. placement: None: all layers are there."""
     if placement is None:
         return device_tenants(weights=opened.bytes_per_device())
     rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
@@ -204,7 +204,7 @@ def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str
 
 
 def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
-    """Return the bytes of the host's memory for a model's layers, by tenant, beside that of CPU devices."""
+    """The bytes of the host's memory for a model's layers, by tenant, beside that of CPU devices."""
     tenants = dict[str, int]()
     if placement is not None:
         everywhere = placement.layer_bytes * len(devices_of(opened.mesh))
@@ -244,12 +244,12 @@ def is_ample(model: OpenedModel, device_memory: int | None, available: int, cach
     return shares_memory(model.platform) and device_memory is None and AMPLE * cache <= available
 
 
-def check_page(budget: int, size: int, config: EngineConfig, who_has: str) -> None:
-    """Raise ValueError unless a page of this size fits into the cache's budget. who_has: other uses of the memory."""
+def check_page(budget: int, size: int, config: EngineConfig, report: str) -> None:
+    """Raise ValueError unless a page of this size fits into the cache's budget. report: other uses of the memory."""
     if budget < size:
         raise ValueError(
             f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
-            f"raise cache_bytes or device_memory, lower page_size, or free memory.\n{who_has}"
+            f"raise cache_bytes or device_memory, lower page_size, or free memory.\n{report}"
         )
 
 
@@ -273,7 +273,7 @@ def _largest_slice(
 
 
 def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, chunks: int) -> int:
-    """Return the workspace of programs over these ranges of layers, for this many chunks at once."""
+    """Compute the workspace of programs over these ranges of layers, for this many chunks at once."""
     largest = dataclasses.replace(buckets.largest, chunks=(chunks,))
     return workspace_bytes(layout, largest, pass_programs(layout, ranges))
 
@@ -289,7 +289,7 @@ def workspace_bytes(
 
 
 def part_bytes(tree: Any) -> int:
-    """Return the bytes of each device's part of arrays or shapes; shapes without a sharding are on one device."""
+    """The bytes of each device's part of arrays or shapes; shapes without a sharding are on one device."""
 
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)

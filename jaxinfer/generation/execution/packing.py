@@ -59,7 +59,7 @@ class Packer:
         self._nowhere = layout.engine.max_batch  # a slot that no request has
 
     def changes(self, batch: Batch) -> list[Command]:
-        """Return the commands that prepare the state for a batch: adapters come, pages are copied, slots are filled."""
+        """The commands that prepare the state for a batch: adapters come, pages are copied, slots are filled."""
         commands = [
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
@@ -74,7 +74,7 @@ class Packer:
         return commands
 
     def pass_through(self, batch: Batch) -> Command:
-        """Return the command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
+        """The command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
         lanes = batch.lanes
         sizes, used = self._sizes(batch)
         places = [sizes.places(len(lane.rows), used) for lane in lanes]
@@ -96,7 +96,7 @@ class Packer:
         return Command(sizes, inputs)
 
     def _sizes(self, batch: Batch) -> tuple[Pass, int]:
-        """Return the sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
+        """The sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
         buckets, stages = self.buckets, self.layout.num_stages
         chunks, rows = (max(map(len, parts)) for parts in zip(*((x.chunks, x.rows) for x in batch.lanes), strict=True))
         pages = round_up(max(len(part.pages) for part in batch.parts), buckets.page_tables)
@@ -190,7 +190,7 @@ def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int, plac
 
 
 def pack_prompts(batch: Batch, buckets: EncoderBuckets) -> Command:
-    """Return the command that sends an encoder's prompts through it: tokens and positions, int32 [B, T]."""
+    """Pack the command that sends an encoder's prompts through it: tokens and positions, int32 [B, T]."""
     sequences = batch.sequences
     rows, width = round_up(len(sequences), buckets.rows), buckets.length(sequences[0])
     tokens, positions = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)

@@ -19,10 +19,10 @@ from jaxinfer.generation.execution.memory import (
     check_page,
     free_bytes,
     is_ample,
+    memory_report,
     needed_bytes,
     part_bytes,
     slice_workspace,
-    who_has,
     workspace_bytes,
 )
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
@@ -98,12 +98,12 @@ class DeviceBytes:
         return self._opened.bytes_per_device()
 
     def of_whole(self, cache: int) -> int:
-        """Return the bytes of the whole model with a cache, in programs of all layers; includes the room to load it."""
+        """The bytes of the whole model with a cache, in programs of all layers; includes the room to load it."""
         loading = self.whole + min(self._opened.manifest.bytes, GROUP_BYTES)
         return max(loading, self._with(self.whole, cache, lambda: self._workspace))
 
     def of_streamed(self, layers: int, cache: int, experts: int | None = None) -> int:
-        """Return the bytes with this many layers there at a time and a cache, with the fewest chunks at once.
+        """The bytes with this many layers there at a time and a cache, with the fewest chunks at once.
 
         experts: how many are there at a time; None: as few as possible.
         """
@@ -139,7 +139,7 @@ class DeviceBytes:
 
 
 def _expert_sizes(opened: OpenedModel) -> tuple[int, int, int]:
-    """Return the bytes of the largest expert in its file, the number of experts, and of those needed at a time."""
+    """The bytes of the largest expert in its file, the number of experts, and of those needed at a time."""
     if not (keys := experts_of(opened.config)):
         return 0, 0, 0
     assert isinstance(opened.config, DecoderConfig)
@@ -188,7 +188,7 @@ def plan_placement(
     needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
     if cache_bytes is not None:
         assert isinstance(config, EngineConfig), "an encoder has no cache"
-        check_page(cache_bytes, needs.page, config, who_has(opened.mesh))
+        check_page(cache_bytes, needs.page, config, memory_report(opened.mesh))
     least, full = (needs.page, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
     if memory.weights == "device":
         _check_whole(opened, needs, least)
@@ -209,7 +209,7 @@ def plan_placement(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
             f"layers, {layers}, {decimal(least)} of cache, and what programs take), and {decimal(limit)} may be used: "
             f"raise device_memory to at least {needed}, lower prefetch, or use quantize='int4' or a mesh with more "
-            f"devices.\n{who_has(opened.mesh)}"
+            f"devices.\n{memory_report(opened.mesh)}"
         )
     resident = 0
     if memory.device_memory is not None or memory.weights == "auto" or needs.experts:
@@ -288,7 +288,7 @@ def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
         raise MemoryError(
             f"{opened.folder}: all layers on the devices take {decimal(needed)}, with {decimal(cache)} of cache, "
             f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or "
-            f"{opened.remedy}.\n{who_has(opened.mesh)}"
+            f"{opened.remedy}.\n{memory_report(opened.mesh)}"
         )
 
 
@@ -308,7 +308,7 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
 
 
 def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
-    """Return the room for layers in the host's memory, beside that for loading them; and how to get more."""
+    """The room for layers in the host's memory, beside that for loading them; and how to get more."""
     free, unreserved = host_available_bytes(), host_budget().free
     free = free if unreserved is None else min(free, unreserved)
     if shares_memory(opened.platform):  # what the devices may take is the host's memory too
@@ -323,7 +323,7 @@ def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
 
 
 def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
-    """Return the prefetch depth whose compute time covers a p95 fetch; 1 if fetching is the bottleneck anyway."""
+    """Compute the prefetch depth whose compute time covers a p95 fetch; 1 if fetching is the bottleneck anyway."""
     if memory.prefetch is not None:
         return memory.prefetch
     fetches = [cost for tier in ("disk", "host") if costs and (cost := costs.for_sizes(f"fetch_{tier}"))]

@@ -10,7 +10,7 @@ from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
 
 def buckets_of(config: EngineConfig, platform: str) -> Buckets:
-    """Return a decoder's buckets on a platform ("cpu", "gpu"). Raises ValueError for a config it cannot run."""
+    """A decoder's buckets on a platform ("cpu", "gpu"). Raises ValueError for a config it cannot run."""
     if platform == "gpu" and config.kernels:
         # Chunks of one prompt attend to one another; the kernel for few tokens takes rows of different requests.
         enough = config.chunk_size > MAX_DECODE_TOKENS
@@ -22,18 +22,18 @@ def buckets_of(config: EngineConfig, platform: str) -> Buckets:
 
 
 def streamed_buckets(buckets: Buckets) -> Buckets:
-    """Return the buckets of a decoder with streamed layers: fetching takes as long for few rows as for many."""
+    """The buckets of a decoder with streamed layers: fetching takes as long for few rows as for many."""
     return dataclasses.replace(buckets, decode_rows=buckets.prefill_rows[1:])
 
 
 def sliced_buckets(buckets: Buckets, max_chunks: int | None) -> Buckets:
-    """Return the buckets of a streamed layer's programs, which take `max_chunks` at once; None: all of a step."""
+    """The buckets of a streamed layer's programs, which take `max_chunks` at once; None: all of a step."""
     chunks = tuple(count for count in buckets.chunks if max_chunks is None or count <= max_chunks)
     return dataclasses.replace(buckets, chunks=chunks)
 
 
 def step_seconds(platform: str) -> float:
-    """Return the longest time that a decode step of several passes should take on a platform."""
+    """The longest time that a decode step of several passes should take on a platform."""
     # The host needs 1 to 2 ms to send a step, and on a CPU it takes them from the cores that compute; prompts take long
     # there, so that a request that comes hardly notices the longer step that it waits for.
     return 4 * STEP_SECONDS if platform == "cpu" else STEP_SECONDS

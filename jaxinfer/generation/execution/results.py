@@ -66,7 +66,7 @@ def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> 
 
 
 def _expert_load(experts: ExpertCounts | None, index: int) -> ExpertLoad | None:
-    """Return the counts of one row."""
+    """The counts of one row."""
     if experts is None:
         return None
     tokens, dropped = (np.asarray(x[index], np.int64) for x in experts)
@@ -97,7 +97,7 @@ def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> lis
 def _logprobs(
     sequence: Sequence, logprobs: Logprobs, places: list[tuple[int, ...]], tokens: list[int]
 ) -> list[TokenLogprob] | None:
-    """Return the log probabilities of new tokens, at these places of the results; None if not asked for."""
+    """The log probabilities of new tokens, at these places of the results; None if not asked for."""
     top = sequence.request.sampling.logprobs
     if top is None:
         return None

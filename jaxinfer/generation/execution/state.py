@@ -71,22 +71,22 @@ class Rows(NamedTuple):
 
 
 def progress(length: jax.Array, active: jax.Array) -> Progress:
-    """Return the progress of requests of `length` [B] tokens, of which those in `active` [B] decode."""
+    """The progress of requests of `length` [B] tokens, of which those in `active` [B] decode."""
     return Progress(jnp.where(active, length, -length) - 1)
 
 
 def progress_of(slots: Slots, slot: jax.Array) -> Progress:
-    """Return the progress of the requests in some slots."""
+    """The progress of the requests in some slots."""
     return Progress(slots.length[slot] - 1)
 
 
 def options_of(slots: Slots, slot: jax.Array) -> SamplingArrays:
-    """Return the sampling options of some slots."""
+    """The sampling options of some slots."""
     return jax.tree.map(lambda x: x[slot], slots.options)
 
 
 def last_tokens(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array) -> TokenRows:
-    """Return the token of each row that is not in the cache yet. position, adapter: int32 [B]."""
+    """The token of each row that is not in the cache yet. position, adapter: int32 [B]."""
     ids = history[rows.slot, jnp.maximum(position, 0)]
     return TokenRows(ids[:, None], position[:, None], rows.page_table, adapter)
 

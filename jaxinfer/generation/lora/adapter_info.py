@@ -96,11 +96,11 @@ class AdapterInfo:
         return max((self.base_rank, *self.rank_pattern.values()))
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of one module, by its name in the adapted model."""
+        """Compute the rank of one module, by its name in the adapted model."""
         return _first_match(self.rank_pattern, module, self.base_rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of one module's delta."""
+        """Compute the factor of one module's delta."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -129,7 +129,7 @@ def _require_plain_lora(file: pathlib.Path, config: _ConfigFile, fields: Mapping
 
 
 def _first_match[T](patterns: Mapping[str, T], module: str, default: T) -> T:
-    """Return the value of the first pattern that matches a module's name, or the end of it after a dot."""
+    """The value of the first pattern that matches a module's name, or the end of it after a dot."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value

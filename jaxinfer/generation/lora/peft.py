@@ -64,7 +64,7 @@ class Adapter:
 def adapter_shapes(
     family: str, config: DecoderConfig, max_rank: int
 ) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
+    """The shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
 
     Embeddings, the output head and mixtures of experts are excluded. Arguments and errors are those of `read_adapter`.
     """

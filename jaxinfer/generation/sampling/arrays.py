@@ -40,7 +40,7 @@ class _Column:
         return bits if self.dtype == np.int32 else lax.bitcast_convert_type(bits, self.dtype)
 
     def pack(self, values: list) -> np.ndarray:
-        """Return the values of some rows as int32 [B, n]."""
+        """Pack the values of some rows as int32 [B, n]."""
         array = np.array(values, self.dtype).reshape(len(values), -1)
         return array.astype(np.int32) if self.dtype == np.bool_ else array.view(np.int32)
 
@@ -123,7 +123,7 @@ class RowOptions(NamedTuple):
 
 
 def idle_options(processors: int) -> RowOptions:
-    """Return the options of a row for which no token is chosen: greedy, nothing asked."""
+    """The options of a row for which no token is chosen: greedy, nothing asked."""
     return RowOptions(_GREEDY, 0, 0, 0, (), (False,) * processors)
 
 

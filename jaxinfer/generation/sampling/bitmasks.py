@@ -11,7 +11,7 @@ def bitmask_words(vocab: int) -> int:
 
 
 def bitmask_of(tokens: Collection[int], vocab: int) -> np.ndarray:
-    """Return the bitmask of these tokens alone."""
+    """Compute the bitmask of these tokens alone."""
     flags = np.zeros(32 * bitmask_words(vocab), bool)
     flags[list(tokens)] = True
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)

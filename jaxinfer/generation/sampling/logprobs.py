@@ -25,7 +25,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Return the log probabilities of tokens, and the likeliest tokens in their places.
+    """The log probabilities of tokens, and the likeliest tokens in their places.
 
     logits: float32 [..., V], of this device's part of the vocabulary; tokens: int32 [...], of all of it.
 

@@ -52,7 +52,7 @@ def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: 
 
 
 def ends_of_bad_words(history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
-    """Return the tokens that would complete a bad word of several: int32 [B, MAX_BAD_WORD_TOKENS], -1 for none.
+    """Compute the tokens that would complete a bad word of several: int32 [B, MAX_BAD_WORD_TOKENS], -1 for none.
 
     history: int32 [B, C]; length: int32 [B] tokens known. The word's other tokens are the last ones of the output.
     """
@@ -74,7 +74,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def _float_of(keys: jax.Array) -> jax.Array:
-    """Return the floats whose `_ordered_bits` these are."""
+    """Compute the floats whose `_ordered_bits` these are."""
     return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
 
 
@@ -147,7 +147,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
         return (keys >= kth) | (options.top_k[:, None] == 0)
 
     def weight(keys: jax.Array) -> jax.Array:
-        """Return the probabilities among the top-k, but for a factor."""
+        """Compute the probabilities among the top-k, but for a factor."""
         return jnp.where(in_top_k(keys), jnp.exp(_float_of(keys) - _float_of(largest)), 0.0)
 
     total = psum(jnp.sum(weight(keys), axis=-1), "vocab")[:, None]

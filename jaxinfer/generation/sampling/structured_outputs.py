@@ -62,7 +62,7 @@ class GrammarMatcher:
         return self._state.is_stopped() and not self._state.is_error()
 
     def token_bitmask(self) -> np.ndarray:
-        """Return the bitmask of the tokens that may follow.
+        """Compute the bitmask of the tokens that may follow.
 
         End-of-text tokens may follow exactly where `accepting`. At least one bit is set.
 
@@ -137,7 +137,7 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text.
+        """A matcher at the beginning of a text.
 
         Raises: ValueError if llguidance does not compile the grammar (with its message), or if only the empty text
           satisfies it.

@@ -14,7 +14,7 @@ from jaxinfer.sharding.collectives import all_gather, axis_size, local_part, loc
 
 
 def local_bitmask(bitmask: jax.Array, size: int) -> jax.Array:
-    """Return this device's words of uint32 [B, words], for the `size` tokens that each device has."""
+    """Compute this device's words of uint32 [B, words], for the `size` tokens that each device has."""
     if (parts := axis_size("vocab")) == 1:
         return bitmask
     words = parts * size // TOKENS_PER_WORD
@@ -28,7 +28,7 @@ def whole(scores: jax.Array) -> jax.Array:
 
 
 def greedy(scores: jax.Array) -> jax.Array:
-    """Return the best token of each row, the first of equals: float32 [B, V / parts] -> int32 [B].
+    """Compute the best token of each row, the first of equals: float32 [B, V / parts] -> int32 [B].
 
     NO_TOKEN where all scores are -inf, or one is not a number.
     """

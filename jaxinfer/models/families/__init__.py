@@ -89,7 +89,7 @@ REFUSED = {
 
 
 def family_of(hf_config: Mapping[str, object]) -> Family:
-    """Return the family of a `config.json`, by its `model_type`."""
+    """The family of a `config.json`, by its `model_type`."""
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and (missing := REFUSED.get(model_type)):
         raise ValueError(f"config.json: model_type={model_type!r} is not implemented; missing: {', '.join(missing)}.")
@@ -101,7 +101,7 @@ def family_of(hf_config: Mapping[str, object]) -> Family:
 
 
 def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
-    """Return the family of a state dict and its model's config, by names and shapes alone; None if it is of none."""
+    """The family of a state dict and its model's config, by names and shapes alone; None if it is of none."""
     for family in STATE_DICTS:
         plain = {family.plain_name(name): shape for name, shape in shapes.items()}
         if family.mark in plain:
@@ -115,7 +115,7 @@ def is_timm(hf_config: Mapping[str, object]) -> bool:
 
 
 def family_of_timm(hf_config: Mapping[str, object], shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig]:
-    """Return the family of a timm directory and the config of its model."""
+    """The family of a timm directory and the config of its model."""
     recognised = recognise(shapes)
     if recognised is None or not isinstance(recognised[1], ViTConfig):
         raise ValueError(

@@ -16,7 +16,7 @@ from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear,
 
 
 def encoder_config(hf: Mapping[str, object], *, offset: int) -> EncoderConfig:
-    """Return the config of BERT or RoBERTa; `offset`: unused rows at the start of the position table."""
+    """The config of BERT or RoBERTa; `offset`: unused rows at the start of the position table."""
     fields = Fields(hf)
     fields.expect("is_decoder", False)
     fields.expect("position_embedding_type", "absolute")
@@ -49,7 +49,7 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
 
 
 def sources(config: EncoderConfig) -> dict[str, Source]:
-    """Return the tensors of BERT and RoBERTa."""
+    """The tensors of BERT and RoBERTa."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     rows = config.context + config.positions.offset
     sources = (

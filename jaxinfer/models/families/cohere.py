@@ -12,7 +12,7 @@ from jaxinfer.models.families.mapping import Source, constant, pairs_to_halves
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the part of a config that Command R and Command R7B have in common."""
+    """The part of a config that Command R and Command R7B have in common."""
     hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True} | dict(hf)
     fields, config = Fields(hf), llama.base_config(hf)
     bias = fields.flag("attention_bias", default=False)
@@ -31,7 +31,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """Return the tensors of Command R and Command R7B."""
+    """The tensors of Command R and Command R7B."""
     attention = config.attention
     sources = llama.sources(config, rotates_pairs=True) | constant("final_norm.bias", 0.0, config.embed)
     for layer in (f"layers.{i}" for i in range(config.layers)):
@@ -43,7 +43,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
 
 
 def _head_norms(leaf: str, name: str, heads: int, config: DecoderConfig) -> dict[str, Source]:
-    """Return the norm of each head by weights of its own, whose features go where those of the heads go."""
+    """The norm of each head by weights of its own, whose features go where those of the heads go."""
     size, dim = config.attention.head_dim, config.positions.rotary_dim
 
     def combine(weight: np.ndarray) -> np.ndarray:

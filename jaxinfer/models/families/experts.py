@@ -81,7 +81,7 @@ class ExpertNames:
 
 
 def sources(config: DecoderConfig, names: ExpertNames = ExpertNames()) -> dict[str, Source]:
-    """Return the tensors of a Llama-like model with gated experts without biases in some or all layers."""
+    """The tensors of a Llama-like model with gated experts without biases in some or all layers."""
     sources = llama.sources(config)
     for layer in config.moe_layers:
         sources |= _layer_sources(f"layers.{layer}", config.mlp_in(layer), config.embed, names)
@@ -119,7 +119,7 @@ def _shared_sources(layer: str, width: int, embed: int, names: ExpertNames) -> d
 
 
 def _expert_sources(layer: str, expert: int, mlp: MlpConfig, embed: int, names: ExpertNames) -> tuple[Source, Source]:
-    """Return one expert's gate and up, and its down: of tensors of its own, or of those of all experts."""
+    """One expert's gate and up, and its down: of tensors of its own, or of those of all experts."""
     assert mlp.moe is not None
     count, hidden = mlp.moe.router.experts, mlp.hidden
 

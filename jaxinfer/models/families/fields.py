@@ -84,7 +84,7 @@ class Fields:
             refuse(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
 
     def optional(self, kind: type, *names: str) -> Any:
-        """Return a field's value, or None."""
+        """A field's value, or None."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -105,7 +105,7 @@ class Fields:
         return default if value is None else value
 
     def colours(self, name: str) -> tuple[float, float, float] | None:
-        """Return a number for each of red, green and blue, or None."""
+        """A number for each of red, green and blue, or None."""
         value = self.optional(list, name)
         if value is None:
             return None
@@ -117,7 +117,7 @@ class Fields:
         return red, green, blue
 
     def side(self, name: str, *, default: int) -> int:
-        """Return the side of a square, given as one number or as two that are equal."""
+        """Compute the side of a square, given as one number or as two that are equal."""
         value = self.values.get(name)
         if not isinstance(value, list):
             return self.integer(name, default=default, least=1)
@@ -126,43 +126,43 @@ class Fields:
         return value[0]
 
     def integer(self, *names: str, default: int | None = None, least: int | None = None) -> int:
-        """Return a whole number, of at least `least`; required if there is no default."""
+        """Compute a whole number, of at least `least`; required if there is no default."""
         value = self._get(int, names, default)
         if least is not None and value < least:
             raise ValueError(f"{self.file}: {names[0]}={value} must be >= {least}; correct it.")
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of whole numbers, or None."""
+        """A list of whole numbers, or None."""
         values = self.optional(list, name)
         if values and any(type(value) is not int for value in values):
             raise ValueError(f"{self.file}: {name}={values!r} must be a list of whole numbers; correct it.")
         return None if values is None else tuple(values)
 
     def positive(self, *names: str, default: float | None = None) -> float:
-        """Return a number above 0; required if there is no default."""
+        """A number above 0; required if there is no default."""
         value = self.number(*names, default=default)
         if value <= 0:
             raise ValueError(f"{self.file}: {names[0]}={value} must be > 0; correct it.")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """Return a number; required if there is no default."""
+        """A number; required if there is no default."""
         return self._get(float, names, default)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """Return a boolean."""
+        """A boolean."""
         return self._get(bool, names, default)
 
     def activation(self, *names: str, default: str) -> Activation:
-        """Return the MLP's nonlinearity."""
+        """The MLP's nonlinearity."""
         value = self._get(str, names, default)
         if value not in _ACTIVATIONS:
             refuse(f"{self.file}: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}.")
         return _ACTIVATIONS.get(value, Activation.GELU)
 
     def head_dim(self, embed: int, heads: int) -> int:
-        """Return the width of one head, in families that derive it from the model's."""
+        """The width of one head, in families that derive it from the model's."""
         if min(embed, heads) < 1 or embed % heads:
             raise ValueError(
                 f"{self.file}: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
@@ -170,7 +170,7 @@ class Fields:
         return embed // heads
 
     def layer_types(self, default: Sequence[str]) -> list[str]:
-        """Return the kind of attention of each layer, by `layer_types` or, without it, the family's default."""
+        """The kind of attention of each layer, by `layer_types` or, without it, the family's default."""
         kinds = self.per_layer("layer_types", len(default)) or list(default)
         if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
             refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {FULL}, {SLIDING}.")
@@ -183,14 +183,14 @@ class Fields:
         return [SLIDING if (i + 1) % n else FULL for i in range(layers)]
 
     def per_layer(self, name: str, layers: int) -> list[Any] | None:
-        """Return a list with an entry for each layer, or None."""
+        """A list with an entry for each layer, or None."""
         values = self.optional(list, name)
         if values and len(values) != layers:
             raise ValueError(f"{self.file}: {name} has {len(values)} entries for {layers} layers; correct it.")
         return values
 
     def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-        """Return the attention windows that layers cycle through, by their kinds (`layer_types`)."""
+        """The attention windows that layers cycle through, by their kinds (`layer_types`)."""
         return cycle([window if kind == SLIDING else None for kind in self.layer_types(default)])
 
     def rotary(
@@ -217,7 +217,7 @@ class Fields:
     def rotary_by_layer_type(
         self, head_dim: int, *, full_theta: float, sliding_theta: float, sliding_names: tuple[str, ...]
     ) -> dict[str, PositionsConfig]:
-        """Return the rotary positions of full and of sliding attention: `rope_parameters` by kind, or older fields.
+        """The rotary positions of full and of sliding attention: `rope_parameters` by kind, or older fields.
 
         In the older spelling `rope_scaling` is of full attention alone.
         """
@@ -298,7 +298,7 @@ class Fields:
         )
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of positive numbers; required."""
+        """A list of positive numbers; required."""
         values = self._get(list, (name,), None)
         if any(type(value) not in (int, float) or not value > 0 for value in values):
             raise ValueError(f"{self.file}: {name}={values!r} must be a list of positive numbers; correct it.")
@@ -310,7 +310,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def cycle[T](values: Sequence[T]) -> tuple[T, ...]:
-    """Return the shortest sequence that gives these values when it is repeated, the last time perhaps in part.
+    """The shortest sequence that gives these values when it is repeated, the last time perhaps in part.
 
     >>> cycle([4, 4, None, 4, 4, None, 4])
     (4, 4, None)
@@ -336,7 +336,7 @@ _ROPE_FIELDS = {
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Return the factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
+    """Compute the factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
     given = rope.optional(float, "attention_factor")
     if given is not None:
         return given

@@ -19,7 +19,7 @@ _DEFAULTS = {  # of absent fields; null means something else
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the config of Gemma 2, which Gemma 3 begins with."""
+    """The config of Gemma 2, which Gemma 3 begins with."""
     hf = _DEFAULTS | dict(hf)
     fields, config = Fields(hf), llama.base_config(hf)
     fields.expect("use_bidirectional_attention", False)
@@ -50,7 +50,7 @@ def one_plus(weight: np.ndarray) -> np.ndarray:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """Return the tensors of Gemma 2."""
+    """The tensors of Gemma 2."""
     sources = llama.sources(config) | norm("final_norm", "norm", config.embed, combine=one_plus)
     for i in range(config.layers):
         layer = f"layers.{i}"

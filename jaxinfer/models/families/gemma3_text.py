@@ -24,7 +24,7 @@ _DEFAULTS = {  # the published configs leave out what is so
 
 
 def config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the config of Gemma 3's text model."""
+    """The config of Gemma 3's text model."""
     hf = _DEFAULTS | dict(hf)
     fields = Fields(hf)
     fields.expect("attn_logit_softcapping", None)  # transformers 5.23 reads it, and does not apply it

@@ -24,7 +24,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """Return the tensors of GLM-4.5 and dots.llm1."""
+    """The tensors of GLM-4.5 and dots.llm1."""
     return experts.sources(config, _NAMES)
 
 

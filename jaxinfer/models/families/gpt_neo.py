@@ -16,7 +16,7 @@ from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear,
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
+    """The window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
     window = fields.integer("window_size", default=256)
     types = fields.optional(list, "attention_types") or [[["global", "local"], 12]]
     try:

@@ -16,7 +16,7 @@ NAMES = experts.ExpertNames(
 
 
 def config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the config of Granite-MoE."""
+    """The config of Granite-MoE."""
     fields, base = Fields(hf), llama.base_config(hf)
     router = RouterConfig(
         experts=fields.integer("num_local_experts", default=8),

@@ -108,7 +108,7 @@ def _name(fields: Fields, default: str) -> str:
 
 
 def _resizing(fields: Fields, defaults: _Defaults, image_size: int) -> tuple[int, dict]:
-    """Return the size of the images, and how others become so: fields of `PreprocessingConfig`."""
+    """The size of the images, and how others become so: fields of `PreprocessingConfig`."""
     crops = fields.flag("do_center_crop", default=defaults.crop is not None)
     if not fields.flag("do_resize", default=True):
         if crops:
@@ -149,7 +149,7 @@ def _resampling(fields: Fields, defaults: _Defaults) -> Resampling:
 
 
 def _size(fields: Fields, name: str, default: Size, *, square: bool) -> tuple[int, bool]:
-    """Return the pixels of a side, and whether it is the shorter one of an image that keeps its ratio."""
+    """The pixels of a side, and whether it is the shorter one of an image that keeps its ratio."""
     value = fields.values.get(name)
     value = default if value is None else value
     if type(value) is int:

@@ -28,7 +28,7 @@ from jaxinfer.models.families.mapping import (
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the part of a config that Llama, Mistral, Qwen, Gemma and Phi-3 have in common."""
+    """The part of a config that Llama, Mistral, Qwen, Gemma and Phi-3 have in common."""
     fields = Fields(hf)
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.optional(int, "head_dim") or fields.head_dim(embed, heads)
@@ -59,7 +59,7 @@ def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
 
 
 def config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the config of Llama."""
+    """The config of Llama."""
     fields, base = Fields(hf), base_config(hf)
     bias = fields.flag("attention_bias", default=False)
     mlp = dataclasses.replace(base.mlp, bias=fields.flag("mlp_bias", default=False))
@@ -67,7 +67,7 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, Source]:
-    """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out.
+    """The tensors of a Llama-like model, without the biases, norms and head that its config leaves out.
 
     Experts are left to their family.
 
@@ -121,7 +121,7 @@ def _mlp(module: str, mlp: MlpConfig, embed: int) -> dict[str, Source]:
 
 
 def qk_norm_sizes(attention: AttentionConfig) -> tuple[int, int]:
-    """Return the number of weights of the norms of queries and of keys."""
+    """The number of weights of the norms of queries and of keys."""
     if attention.qk_norm_scope is QKNormScope.HEAD:
         return attention.head_dim, attention.head_dim
     return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim

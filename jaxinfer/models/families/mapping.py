@@ -68,7 +68,7 @@ class Family:
     image_processor: str = ""
 
     def plain_name(self, name: str) -> str:
-        """Return a tensor's name as `sources` writes it."""
+        """A tensor's name as `sources` writes it."""
         for prefix in self.prefixes:
             if name.startswith(prefix):
                 name = name.removeprefix(prefix)
@@ -125,7 +125,7 @@ def plan(
 
 
 def _in_its_layout(sources: dict[str, Source], names: set[str]) -> dict[str, Source]:
-    """Return the sources of the layout that a checkpoint with these tensors (plain names) is in."""
+    """The sources of the layout that a checkpoint with these tensors (plain names) is in."""
     if not any(source.instead is not None and names.issuperset(source.instead.names) for source in sources.values()):
         return sources
     return {leaf: source if source.instead is None else source.instead for leaf, source in sources.items()}
@@ -140,17 +140,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def only(tensor: np.ndarray) -> np.ndarray:
-    """Return the tensor as it is."""
+    """Compute the tensor as it is."""
     return tensor
 
 
 def table(leaf: str, name: str, rows: int, width: int) -> dict[str, Source]:
-    """Return an embedding."""
+    """An embedding."""
     return {leaf: Source((name,), ((rows, width),), only)}
 
 
 def norm(leaf: str, name: str, size: int, *, bias: bool = False, combine: Callable = only) -> dict[str, Source]:
-    """Return a LayerNorm (with bias) or RMSNorm."""
+    """A LayerNorm (with bias) or RMSNorm."""
     sources = {f"{leaf}.scale": Source((f"{name}.weight",), ((size,),), combine)}
     if bias:
         sources[f"{leaf}.bias"] = Source((f"{name}.bias",), ((size,),), only)
@@ -158,7 +158,7 @@ def norm(leaf: str, name: str, size: int, *, bias: bool = False, combine: Callab
 
 
 def constant(leaf: str, value: float, size: int) -> dict[str, Source]:
-    """Return a vector of one value that no tensor has: the scale 1 or the bias 0 of a norm without it."""
+    """A vector of one value that no tensor has: the scale 1 or the bias 0 of a norm without it."""
     return {leaf: Source((), (), lambda: np.full(size, value, np.float32))}
 
 
@@ -172,7 +172,7 @@ def linear(
     combine: Callable[..., np.ndarray] = only,
     conv1d: bool = False,
 ) -> dict[str, Source]:
-    """Return one linear of ours from one or several projections of theirs.
+    """One linear of ours from one or several projections of theirs.
 
     Args:
       leaf: our linear.
@@ -202,13 +202,13 @@ def linear(
 
 
 def qkv_rows(attention: AttentionConfig) -> tuple[int, int, int]:
-    """Return the number of outputs of the projections of queries, keys and values."""
+    """The number of outputs of the projections of queries, keys and values."""
     kv = attention.kv_heads * attention.head_dim
     return attention.q_heads * attention.head_dim, kv, kv
 
 
 def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
-    """Return a function that joins q, k and v by KV head: the queries of its group, its key, its value."""
+    """A function that joins q, k and v by KV head: the queries of its group, its key, its value."""
 
     def combine(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         heads = [part.reshape(attention.kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]

@@ -10,7 +10,7 @@ from jaxinfer.models.families.mapping import Source, norm
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the part of a config that OLMo 2 and 3 have in common."""
+    """The part of a config that OLMo 2 and 3 have in common."""
     hf = {"rms_norm_eps": 1e-5} | dict(hf)
     bias = Fields(hf).flag("attention_bias", default=False)
     config = dataclasses.replace(llama.base_config(hf), block=BlockKind.REORDERED)
@@ -18,7 +18,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """Return the tensors of OLMo 2 and 3."""
+    """The tensors of OLMo 2 and 3."""
     sources = llama.sources(config)
     for layer in (f"layers.{i}" for i in range(config.layers)):
         sources |= norm(f"{layer}.attention_norm", f"{layer}.post_attention_layernorm", config.embed)

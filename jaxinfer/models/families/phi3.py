@@ -28,7 +28,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
-    """Return the sources of gated MLPs whose first projection has all gates, then all ups."""
+    """The sources of gated MLPs whose first projection has all gates, then all ups."""
     sources = {}
     for i in range(config.layers):
         name = f"layers.{i}.mlp.gate_up"

@@ -9,7 +9,7 @@ from jaxinfer.models.families.fields import Fields
 
 
 def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer in Qwen2 and Qwen3: none by default, else from layer `max_window_layers` on."""
+    """The window of each layer in Qwen2 and Qwen3: none by default, else from layer `max_window_layers` on."""
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)

@@ -9,7 +9,7 @@ from jaxinfer.models.families.fields import FULL, SLIDING, Fields
 
 
 def router(fields: Fields) -> RouterConfig:
-    """Return the router of Qwen2-MoE and Qwen3-MoE."""
+    """The router of Qwen2-MoE and Qwen3-MoE."""
     return RouterConfig(
         experts=fields.integer("num_experts", "num_local_experts"),
         experts_per_token=fields.integer("num_experts_per_tok"),
@@ -26,7 +26,7 @@ def with_experts(config: DecoderConfig, fields: Fields, moe: MoeConfig) -> Decod
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer: none by default, else in every second one below `max_window_layers`."""
+    """The window of each layer: none by default, else in every second one below `max_window_layers`."""
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)

@@ -14,7 +14,7 @@ Names = Callable[[str], tuple[str, str]]
 
 
 def resnet_sources(config: ResNetConfig, names: Names, head: str) -> dict[str, Source]:
-    """Return the tensors of a ResNet whose parts have these names."""
+    """The tensors of a ResNet whose parts have these names."""
     sources = {}
     for leaf, outputs, inputs, size in _convs(config):
         sources |= normalised_conv(leaf, *names(leaf), outputs, inputs, size, eps=EPS)

@@ -10,7 +10,7 @@ from jaxinfer.models.families.mapping import Family
 
 
 def text_part(family: Family, model_type: str) -> Family:
-    """Return the family of models whose text part, with its config in `text_config`, is of `family`.
+    """The family of models whose text part, with its config in `text_config`, is of `family`.
 
     The tensors of the other parts are left out. If the whole has a `tie_word_embeddings`, it counts.
     """

@@ -75,7 +75,7 @@ def _heads(embed: int) -> int:
 
 
 def _grid(shapes: Mapping[str, Shape]) -> tuple[int, int]:
-    """Return the pixels of a patch's side, and the patches of an image's."""
+    """The pixels of a patch's side, and the patches of an image's."""
     patch, rows = shapes.get("patch_embed.proj.weight", ()), shapes["pos_embed"][-2]
     side = math.isqrt(max(0, rows - 1))
     if len(patch) != 4 or patch[2] != patch[3] or side * side != rows - 1 or side == 0:

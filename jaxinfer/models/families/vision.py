@@ -14,7 +14,7 @@ UNUSED = r".*\.num_batches_tracked"
 def normalised_conv(
     leaf: str, conv: str, norm: str, outputs: int, inputs: int, size: int, *, eps: float
 ) -> dict[str, Source]:
-    """Return one convolution of ours from theirs, which has no bias, and the batch normalisation of its outputs.
+    """One convolution of ours from theirs, which has no bias, and the batch normalisation of its outputs.
 
     With scale g, shift b, mean m and variance v of an output channel, and f = g / sqrt(v + eps), the weight is f W and
     the bias b - f m, computed in float32.
@@ -50,13 +50,13 @@ def numbered(classes: int) -> tuple[str, ...]:
 
 
 def labels_of(fields: Fields) -> tuple[str, ...]:
-    """Return the labels of a Hugging Face `config.json`, or numbers."""
+    """The labels of a Hugging Face `config.json`, or numbers."""
     names: dict[str, str] = fields.optional(dict, "id2label") or {}
     return tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2))
 
 
 def labels_by_head(fields: Fields, heads: tuple[str, ...], backbones: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of a checkpoint with a head of classes; none for a backbone without one.
+    """The labels of a checkpoint with a head of classes; none for a backbone without one.
 
     Args:
       fields: of `config.json`; without `architectures` in it the first of `heads` is taken.
@@ -75,7 +75,7 @@ def labels_by_head(fields: Fields, heads: tuple[str, ...], backbones: tuple[str,
 
 
 def outputs_of(shapes: Mapping[str, Shape], name: str) -> int:
-    """Return the outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
+    """Compute the outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
     if not shapes.get(name):
         raise ValueError(f"The tensor {name} is missing; use the whole state dict of a model that is implemented.")
     return shapes[name][0]

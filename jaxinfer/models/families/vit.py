@@ -53,7 +53,7 @@ class Names:
 
 
 def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
-    """Return the tensors of a ViT whose parts have these names."""
+    """The tensors of a ViT whose parts have these names."""
     embed, side = config.embed, config.patch_size
     grid_side = config.position_grid.side if config.position_grid else config.grid_side
     positions, tokens = config.class_tokens + grid_side**2, len(names.class_tokens)
@@ -126,7 +126,7 @@ def _rows(*tokens: np.ndarray) -> np.ndarray:
 def vit_config(
     fields: Fields, *, patch_size: int = 16, eps: float, mlp: MlpConfig | None = None, **ours: Any
 ) -> ViTConfig:
-    """Return the config of a ViT by the fields that its relatives have in common.
+    """The config of a ViT by the fields that its relatives have in common.
 
     Args:
       patch_size, eps: the family's defaults.

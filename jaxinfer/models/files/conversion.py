@@ -140,13 +140,13 @@ class HuggingFaceModel:
         return tuple(self._plan)
 
     def read(self, name: str) -> np.ndarray:
-        """Return one leaf in our layout, or one expert's part of it, in the checkpoint's dtype."""
+        """Read one leaf in our layout, or one expert's part of it, in the checkpoint's dtype."""
         source = self._plan[name]
         index = () if source.index is None else (source.index,)
         return source.combine(*(self._tensors.read(tensor, *index) for tensor in source.names))
 
     def tokenizer_files(self) -> Mapping[str, bytes | pathlib.Path]:
-        """Return the files of the tokenizer by name: their contents, or where they are; none for models of images."""
+        """The files of the tokenizer by name: their contents, or where they are; none for models of images."""
         if isinstance(self.config, VisionConfig):
             return {}
         if isinstance(self._tensors, SafetensorsFolder):
@@ -154,7 +154,7 @@ class HuggingFaceModel:
         return self._tensors.files
 
     def token_ids(self, role: str) -> tuple[int, ...]:
-        """Return the ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
+        """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
 
         Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
         the model can neither read nor write them.
@@ -260,7 +260,7 @@ def convert(
 def open_writer(
     out_dir: str | os.PathLike[str], *, dtype: str | None = None, quantize: str | None = None, layout: Layout = "orbax"
 ) -> Writer:
-    """Return the writer of a conversion. Raises ValueError for bad options or an occupied directory."""
+    """Open the writer of a conversion. Raises ValueError for bad options or an occupied directory."""
     parse_dtype(dtype)
     parse_quantization(quantize)
     return Writer(out_dir, layout=layout)
@@ -299,7 +299,7 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
 
 
 def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Return the quantised matrix and its scales, computed on the CPU one block of rows at a time."""
+    """Quantise the quantised matrix and its scales, computed on the CPU one block of rows at a time."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
     with jax.default_device(host_device()):
         blocks = [quantize_matrix(matrix[first : first + rows], quantized) for first in range(0, len(matrix), rows)]
@@ -345,7 +345,7 @@ def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
 
 
 def _main_dtype(tensors: Mapping[str, TensorInfo], sources: Mapping[str, Source]) -> str:
-    """Return the dtype of most matrix elements; float64 is stored as float32."""
+    """The dtype of most matrix elements; float64 is stored as float32."""
     elements: Counter[str] = Counter()
     for source in sources.values():
         for name in source.names:

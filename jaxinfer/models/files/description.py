@@ -83,7 +83,7 @@ class Description:
         return WeightFormat(dtype=jnp.dtype(self.dtype), quantized=self.quantization)
 
     def to_json(self) -> bytes:
-        """Return the content of `config.json`."""
+        """The content of `config.json`."""
         fields = msgspec.to_builtins(self, builtin_types=(tuple,)) | {"kind": self.kind}
         return msgspec.json.format(msgspec.json.encode(msgspec.convert(fields, _ConfigFile)), indent=2) + b"\n"
 
@@ -116,15 +116,15 @@ class Description:
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """Return the kind of model that a config describes."""
+    """The kind of model that a config describes."""
     return next(kind for kind, known in KINDS.items() if isinstance(config, known))
 
 
 def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> TransformerConfig:
-    """Return the config if its model reads text. Raises ValueError, which names the folder, if it does not."""
+    """The config if its model reads text. Raises ValueError, which names the folder, if it does not."""
     if isinstance(config, VisionConfig):
         raise ValueError(
-            f"{folder} holds a model of images ({kind_of(config)}), which has no text; name a model of text."
+            f"{folder} is an image model ({kind_of(config)}), which does not read text; name a text model."
         )
     return config
 
@@ -155,7 +155,7 @@ def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]
 
 
 def parse_dtype(name: str | None) -> str | None:
-    """Return the dtype of matrices with this name, or its short one, such as bf16; None stays.
+    """Parse the dtype of matrices with this name, or its short one, such as bf16; None stays.
 
     Raises ValueError, which lists the known names.
     """
@@ -165,7 +165,7 @@ def parse_dtype(name: str | None) -> str | None:
 
 
 def parse_quantization(name: str | None) -> QuantizedFormat | None:
-    """Return the format of matrices with this name. Raises ValueError, which lists the known names."""
+    """Parse the format of matrices with this name. Raises ValueError, which lists the known names."""
     require_choice("quantize", name, (None, *STORED_AS))
     return cast(QuantizedFormat | None, name)
 
@@ -179,12 +179,13 @@ def _check_quantization(config: ModelConfig, quantization: QuantizedFormat | Non
 
 
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
-    """Return the format of a model loaded with these options; None: as stored."""
+    """The format of a model loaded with these options; None: as stored."""
     dtype = parse_dtype(dtype)
     quantization, stored = parse_quantization(quantize), description.quantization
     _check_quantization(description.config, quantization)
     if stored is not None and quantization not in (None, stored):
         raise ValueError(
-            f"quantize={quantization!r} needs the float model, this one is stored in {stored}: convert again."
+            f"quantize={quantization!r} needs a float model, and this one is stored in {stored}: convert the original "
+            f"model with quantize={quantization!r}."
         )
     return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=quantization or stored)

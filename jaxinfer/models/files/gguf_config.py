@@ -56,11 +56,11 @@ class Architecture:
     keys: tuple[str, ...] = ()
 
     def tensor_name(self, name: str) -> str:
-        """Return the name in Hugging Face's checkpoints of a tensor in GGUF. Raises ValueError for an unknown one."""
+        """The name in Hugging Face's checkpoints of a tensor in GGUF. Raises ValueError for an unknown one."""
         match = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", name)
         table = {} if match is None else _TOP if match["layer"] is None else self.layer
         if match is None or match["part"] not in table:
-            raise ValueError(f"the tensor {name!r} is not implemented for {self.model_type}; take a file without it.")
+            raise ValueError(f"the tensor {name!r} is not implemented for {self.model_type}; use a file without it.")
         layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
         return f"{layer}{table[match['part']]}.{match['kind']}"
 
@@ -88,7 +88,7 @@ _ABSENT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a file. Raises ValueError for one that is not implemented."""
+    """The architecture of a file. Raises ValueError for one that is not implemented."""
     kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
     if kind != "model":
         raise ValueError(f"general.type={kind!r} is not implemented, only 'model'; give the file of the model.")
@@ -100,7 +100,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
 def config_fields(
     metadata: Mapping[str, Any], shapes: Mapping[str, Shape], rope_factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Return the fields of a `config.json` for the model in a GGUF file.
+    """The fields of a `config.json` for the model in a GGUF file.
 
     Args:
       metadata: of the file.
@@ -180,7 +180,7 @@ class _Keys:
 
 
 def _gemma3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Gemma 3 that others have not, or have otherwise.
+    """The fields of Gemma 3 that others have not, or have otherwise.
 
     llama.cpp knows the 27B model by its layers; its scores alone are not divided by the root of the width of a head.
     """
@@ -218,7 +218,7 @@ def _rope_scaling(keys: _Keys, theta: float, head_dim: int, factors: np.ndarray 
 
 
 def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> dict[str, Any]:
-    """Return the scaling by whose parameters Llama 3.1's converter has computed the factors.
+    """The scaling by whose parameters Llama 3.1's converter has computed the factors.
 
     It is the one that all of Llama 3.1 to 3.3 have, with a factor of their own: waves up to 2048 tokens keep their
     frequency, those from 8192 tokens on have it divided by the factor, and between it goes over, linear in 1 / length.
@@ -228,8 +228,8 @@ def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> dict[str, Any]:
     kept = np.clip((original / lengths - low) / (high - low), 0, 1)  # the share of the original frequency
     if factors.shape != lengths.shape or not np.allclose(1 / factors, kept + (1 - kept) / factor, rtol=1e-4):
         raise ValueError(
-            f"{ROPE_FACTORS} has other factors than Llama 3.1 has for the frequencies of its positions, which is not "
-            "implemented; choose another model."
+            f"{ROPE_FACTORS}: only Llama 3.1's scaling of rotary frequencies is implemented, and these factors differ; "
+            "choose another model."
         )
     return {
         "rope_type": "llama3",

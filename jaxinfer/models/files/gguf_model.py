@@ -54,7 +54,7 @@ class GgufModel:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Return one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
+        """Read one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
         tensor, architecture = self._file.read(self._names[name]), self._architecture
         if architecture.norm_offset and name.endswith("norm.weight"):
             return tensor.astype(np.float32) - architecture.norm_offset

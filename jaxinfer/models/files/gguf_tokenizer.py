@@ -42,7 +42,7 @@ class _Splitting:
 
 
 def _pieces(numbers: str) -> str:
-    """Return the pattern of contractions, words, numbers, punctuation, line ends and spaces of Llama 3 and Qwen2."""
+    """The pattern of contractions, words, numbers, punctuation, line ends and spaces of Llama 3 and Qwen2."""
     return (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -122,7 +122,7 @@ class _Fields(msgspec.Struct, kw_only=True):
         return _SPLITTINGS[self.pre]
 
     def token(self, role: str) -> str | None:
-        """Return the token that has a role; None: none has."""
+        """The token that has a role; None: none has."""
         if (id_ := getattr(self, f"{role}_token_id")) is None:
             return None
         if not 0 <= id_ < len(self.tokens):
@@ -193,7 +193,7 @@ def _byte_level(fields: _Fields) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(fields: _Fields) -> tokenizers.Tokenizer:
-    """Return a SentencePiece model as transformers converts them: blanks are written ▁, and nothing splits a text."""
+    """A SentencePiece model as transformers converts them: blanks are written ▁, and nothing splits a text."""
     if fields.pre not in (None, "default"):
         raise ValueError(f"{_KEY}pre={fields.pre!r} is not implemented for SentencePiece, only 'default'.")
     if len(fields.scores) < len(fields.tokens):
@@ -216,7 +216,7 @@ def _sentencepiece(fields: _Fields) -> tokenizers.Tokenizer:
 
 
 def _merges(fields: _Fields) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, the best first.
+    """All pairs of tokens that make a token, the best first.
 
     SentencePiece merges the pair whose token has the highest score, and the first of those in a text.
     """
@@ -263,7 +263,7 @@ def _frame(tokenizer: tokenizers.Tokenizer, fields: _Fields) -> None:
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the file of the default template, and of each that has a name."""
+    """The file of the default template, and of each that has a name."""
     key = "tokenizer.chat_template"
     names = metadata.get(key + "s", [])
     if not isinstance(names, list) or not all(isinstance(n, str) and re.fullmatch(r"[\w-]+", n) for n in names):
@@ -271,5 +271,5 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     files = {f"{CHAT_TEMPLATES}/{name}.jinja": metadata.get(f"{key}.{name}") for name in names}
     files |= {"chat_template.jinja": metadata[key]} if key in metadata else {}
     if wrong := [name for name, text in files.items() if not isinstance(text, str)]:
-        raise ValueError(f"{key}: {wrong[0]} is no text; convert the model again.")
+        raise ValueError(f"{key}: {wrong[0]} is not text; convert the model again.")
     return {name: str(text).encode() for name, text in files.items()}

@@ -62,13 +62,13 @@ class OpenedModel:
     rules: ShardingRules
 
     def load(self) -> "LoadedModel":
-        """Return the whole model on its devices. Raises MemoryError if it does not fit them."""
+        """Load the whole model on its devices. Raises MemoryError if it does not fit them."""
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
         devices.check_memory(self.folder, needed, self.mesh, self.remedy)
         return LoadedModel(**self.fields(), leaves=self.read(stays=True))
 
     def for_context(self, context: int) -> "OpenedModel":
-        """Return the model of an engine whose requests have at most so many tokens."""
+        """The model of an engine whose requests have at most so many tokens."""
         fitted, original = self.fitting.config, self.fitting.original
         if not isinstance(fitted, DecoderConfig) or not isinstance(original, DecoderConfig):
             return self
@@ -78,7 +78,7 @@ class OpenedModel:
         return dataclasses.replace(self, fitting=fitting)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that a `LoadedModel` takes beside its weights."""
+        """The fields that a `LoadedModel` takes beside its weights."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(OpenedModel)}
 
     @property
@@ -149,7 +149,7 @@ class OpenedModel:
         return sum(math.prod(self.sharding(leaf).shard_shape(leaf.shape)) for leaf in layers)
 
     def layer_shapes(self, layer: int, expert: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Return the leaves of one layer, or of one of its experts, as they come to the devices.
+        """The leaves of one layer, or of one of its experts, as they come to the devices.
 
         In the order in which programs take them.
         """
@@ -161,7 +161,7 @@ class OpenedModel:
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer, expert).values()]
 
     def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
-        """Return the leaves that are selected by name, as programs take them."""
+        """The leaves that are selected by name, as programs take them."""
         return [self._placed(leaf) for name, leaf in self.stage_leaves.items() if only(name)]
 
     def _placed(self, leaf: StageLeaf) -> jax.ShapeDtypeStruct:
@@ -175,7 +175,7 @@ class OpenedModel:
     def read(
         self, only: Callable[[str], bool] = lambda name: True, *, expert: int | None = None, stays: bool = False
     ) -> dict[str, jax.Array]:
-        """Return the leaves that are selected by name, placed, and quantised if the format asks for it; in order.
+        """Read the leaves that are selected by name, placed, and quantised if the format asks for it; in order.
 
         expert: which expert's parts alone are returned, by the names of the parts; no other leaf is read.
         stays: whether programs are to take the leaves from where they are; then it is worth a copy to have them lie
@@ -220,14 +220,14 @@ class OpenedModel:
         return {} if self.stages is None else self.stages.stage_of(self.weights)
 
     def _mesh_of(self, name: str) -> Mesh | None:
-        """Return the devices that a leaf of the model is on: those of its stage."""
+        """The devices that a leaf of the model is on: those of its stage."""
         if (stage := self._stage_of.get(name)) is None:
             return self.mesh
         assert self.mesh is not None
         return devices.mesh_of_stage(self.mesh, stage)
 
     def _join_stages(self, stages: Stages, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the leaves as programs take them, from those on the devices of one stage each; copies nothing."""
+        """Join the leaves as programs take them, from those on the devices of one stage each; copies nothing."""
         return {
             name: self._join_parts(leaf, arrays) if leaf.parts else arrays.pop(name)
             for name, leaf in stages.leaves(self.weights).items()
@@ -268,7 +268,10 @@ class LoadedModel(OpenedModel):
     @functools.cached_property
     def state(self) -> "nnx.State":
         if self.stages is not None:
-            raise ValueError(f"{self.name} is in {self.stages}, each on its own devices: load it without a pipeline.")
+            raise ValueError(
+                f"{self.name} is split into {self.stages}, each on its own devices, so it has no state as one module: "
+                "load it without a pipeline."
+            )
         return _abstract().state_of(self.config, self.weights, self.leaves.values())
 
 
@@ -331,7 +334,9 @@ def load_model(
         mesh = MeshConfig().build([device])
     mesh = devices.open_mesh(mesh)
     if isinstance(mesh, MeshFile) and mesh.memory:
-        raise ValueError(f"{mesh.source}: [memory] is for LLM and Embedder; load_model puts all on the devices.")
+        raise ValueError(
+            f"{mesh.source}: [memory] is for LLM and Embedder; load_model puts all weights on the devices. Remove it."
+        )
     return open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize).load()
 
 
@@ -404,7 +409,7 @@ def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Descrip
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
-    """Return the leaves of the model for one stored leaf: itself, or its quantised matrix and scales."""
+    """The leaves of the model for one stored leaf: itself, or its quantised matrix and scales."""
     quantized = quantized_format(target.dtype)
     if quantized is None or quantized_format(array.dtype) == quantized:
         return {name: array}

@@ -49,7 +49,7 @@ def preview(path: Path, *, weights: bool = True) -> Preview:
     fields = read_json(path / CONFIG, required=True)
     if is_timm(fields):
         raise CheckpointError(
-            f"{path}: {CONFIG} of timm leaves the sizes to the weights, which are not here; add them."
+            f"{path}: timm's {CONFIG} does not list the model's sizes, and the weights are missing; add the weights."
         )
     return _by_fields(path)
 

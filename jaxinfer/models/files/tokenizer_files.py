@@ -83,7 +83,7 @@ def _build(path: pathlib.Path, family: str) -> tokenizers.Tokenizer | None:
 
 
 def _special_tokens(special_map: Mapping[str, Any]) -> list[str]:
-    """Return the tokens with a role; each is written as a string or as {"content": ...}."""
+    """The tokens with a role; each is written as a string or as {"content": ...}."""
     values = [value.get("content") if isinstance(value, dict) else value for value in special_map.values()]
     return [value for value in values if isinstance(value, str)]
 

@@ -82,7 +82,7 @@ def _parts(leaf: str, stack: Weights) -> Iterator[tuple[str, Weights]]:
 
 
 def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
-    """Return the largest difference of each weight from the reference that rounding explains."""
+    """The largest difference of each weight from the reference that rounding explains."""
     match quantized_format(weights.weight.dtype):
         case "int8":
             return np.asarray(weights.scale)[:, None] * 0.5001

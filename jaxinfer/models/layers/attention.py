@@ -17,7 +17,7 @@ from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_
 from jaxinfer.sharding.collectives import local_part, local_start, psum
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """The result of attention.
 
     Attributes:
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         cache: KVPages | None = None,
         *,
         adapter_delta: AdapterDelta | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """Attend from norm(x), all groups one after the other.
 
         Args:
@@ -102,7 +102,7 @@ class Attention(nnx.Module):
                     # Else the next group's write is not known to come after this one's reads: XLA copies the cache.
                     mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
-        return Attended(pack(heads), cache, keys)
+        return AttentionOutput(pack(heads), cache, keys)
 
     def _attend_within_rows(
         self,

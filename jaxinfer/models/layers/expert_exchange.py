@@ -54,7 +54,7 @@ class ExchangeSizes:
     token_bytes: int
 
     def wire_bytes(self, exchange: str) -> float:
-        """Return the bytes that each device receives for its tokens, with the sums that finish a layer."""
+        """The bytes that each device receives for its tokens, with the sums that finish a layer."""
         table, every = self.experts * self.capacity * self.token_bytes, self.lanes * self.column
         tokens = self.tokens * self.token_bytes
         slices, all_parts = _reduced(tokens, self.slices), _reduced(tokens, self.slices * self.column)
@@ -79,7 +79,7 @@ class ExchangeSizes:
 
 
 def _reduced(size: int, devices: int) -> float:
-    """Return the bytes that each device receives when so many add up `size` bytes."""
+    """The bytes that each device receives when so many add up `size` bytes."""
     return 2 * (devices - 1) / devices * size
 
 
@@ -101,7 +101,7 @@ class _Place:
 
     @classmethod
     def of_experts(cls, experts: int) -> Self:
-        """Return the place of this device, as the rules split so many experts."""
+        """The place of this device, as the rules split so many experts."""
         split, lanes = mesh_axes("experts"), mesh_axes("batch")
         here = tuple(name for name in split if name in lanes)
         column = tuple(name for name in split if name not in lanes)
@@ -169,7 +169,7 @@ def _all_gather(x: jax.Array, routing: Routing, run: Run, place: _Place) -> jax.
 
 
 def _of_column(routing: Routing, place: _Place, capacity: int) -> Routing:
-    """Return the choices of the experts that devices at this one's place in their columns have, lane by lane."""
+    """The choices of the experts that devices at this one's place in their columns have, lane by lane."""
     lane, rest = jnp.divmod(routing.experts, place.column_size * place.held)
     at, number = jnp.divmod(rest, place.held)
     mine = at == (lax.axis_index(place.column) if place.column else 0)
@@ -205,5 +205,5 @@ def _kept(routing: Routing) -> jax.Array:
 
 
 def _choices(experts: jax.Array, weights: jax.Array, kept: jax.Array, count: int) -> Routing:
-    """Return the routing of those choices that are kept, of `count` experts; the others may be anything."""
+    """The routing of those choices that are kept, of `count` experts; the others may be anything."""
     return sort_choices(jnp.where(kept, experts, 0), weights, kept, count)

@@ -147,7 +147,7 @@ class Moe(nnx.Module):
         return PartialSum(weigh(y.part, shared.part), y.axes, once).finish()
 
     def _weights(self, x: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """Return the weighted sum, by x, of what experts and the shared MLP gave, linear in both; [N, D] each."""
+        """The weighted sum, by x, of what experts and the shared MLP gave, linear in both; [N, D] each."""
         assert self.shared_gate is not None
         gates = self.shared_gate(x)
         if self.cfg.shared_mix is SharedMix.GATED:

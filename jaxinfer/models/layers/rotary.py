@@ -10,7 +10,7 @@ from jaxinfer.models.config import PositionsConfig, RopeScaling
 
 
 def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
-    """Return the radians per position of each feature pair, scaled as configured: float32 [rotary_dim / 2]."""
+    """Compute the radians per position of each feature pair, scaled as configured: float32 [rotary_dim / 2]."""
     pairs = np.arange(0, cfg.rotary_dim, 2, dtype=np.float64)
     inverse = cfg.theta ** (-pairs / cfg.rotary_dim)
     match cfg.scaling:
@@ -26,7 +26,7 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
         case RopeScaling(kind="yarn") as scaling:
 
             def pair_at(rotations: float) -> float:
-                """Return the index of the feature pair that rotates this many times within the original context."""
+                """The index of the feature pair that rotates this many times within the original context."""
                 period = scaling.original_context / (rotations * 2 * math.pi)
                 return cfg.rotary_dim * math.log(period) / (2 * math.log(cfg.theta))
 

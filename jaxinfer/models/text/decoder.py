@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
     def enter(
         self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
     ) -> tuple[jax.Array, ForwardContext]:
-        """Return the embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
+        """The embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
         cfg = self.cfg
         any_adapters = None if adapters is None else adapters[0]
         forward_context = ForwardContext.from_groups(groups, cfg.all_positions, any_adapters)

@@ -45,7 +45,7 @@ class Encoder(nnx.Module):
     def enter(
         self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None
     ) -> tuple[jax.Array, ForwardContext]:
-        """Return the embeddings, [B, T, D], and what all layers share; arguments as above."""
+        """The embeddings, [B, T, D], and what all layers share; arguments as above."""
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)

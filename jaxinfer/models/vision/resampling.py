@@ -38,7 +38,7 @@ _KERNELS: dict[Resampling, tuple[Kernel, float]] = {
 
 
 def resampling_matrix(old: int, new: int, resampling: Resampling) -> np.ndarray:
-    """Return the weights of Pillow's resizing, whose kernel is stretched when an image shrinks, float32 [new, old].
+    """Compute the weights of Pillow's resizing, whose kernel is stretched when an image shrinks, float32 [new, old].
 
     Pixels beyond the border have no share; the others' shares are scaled to a sum of 1.
     """
@@ -54,7 +54,7 @@ def resampling_matrix(old: int, new: int, resampling: Resampling) -> np.ndarray:
 
 
 def position_matrix(grid: PositionGrid, side: int) -> np.ndarray:
-    """Return the weights that interpolate positions along a side of their grid, float32 [side, grid.side].
+    """Compute the weights that interpolate positions along a side of their grid, float32 [side, grid.side].
 
     As PyTorch interpolates (bicubic, `align_corners=False`): with antialiasing as Pillow does, else between the nearest
     four, of which those beyond the border are the border's.

@@ -44,7 +44,7 @@ class ResNet(nnx.Module):
         self.head = Linear(cfg.widths[-1], len(cfg.labels), weights, axes=whole, bias=True, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Return the probabilities of the classes, float32 [B, classes].
+        """Compute the probabilities of the classes, float32 [B, classes].
 
         Args:
           images: uint8 [B, H, W, 3], RGB; those of another size than `cfg.image_size` are resized as
@@ -53,11 +53,11 @@ class ResNet(nnx.Module):
         return jax.nn.softmax(self.logits(images), axis=-1)
 
     def logits(self, images: jax.Array) -> jax.Array:
-        """Return the scores whose softmax is the probabilities, float32 [B, classes]; images as above."""
+        """Compute the scores whose softmax is the probabilities, float32 [B, classes]; images as above."""
         return self.head(self.features(images)).astype(jnp.float32)
 
     def features(self, images: jax.Array) -> jax.Array:
-        """Return the head's input, the last stage's means over all places, [B, widths[-1]]; images as above."""
+        """Compute the head's input, the last stage's means over all places, [B, widths[-1]]; images as above."""
         check_images(images)
         x = preprocessed(images, self.cfg.image_size, self.cfg.preprocessing).astype(self.dtype)
         x = max_pool(nnx.relu(self.stem(x)), size=3, stride=2)

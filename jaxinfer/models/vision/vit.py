@@ -57,7 +57,7 @@ class ViT(nnx.Module):
         self.head = Linear(cfg.feature_width, classes, weights, axes=whole, bias=True, rngs=rngs) if classes else None
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Return the probabilities of the classes, float32 [B, classes].
+        """Compute the probabilities of the classes, float32 [B, classes].
 
         Args:
           images: uint8 [B, H, W, 3], RGB; those of another size than `cfg.image_size` are resized as
@@ -66,7 +66,7 @@ class ViT(nnx.Module):
         return jax.nn.softmax(self.logits(images), axis=-1)
 
     def logits(self, images: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION) -> jax.Array:
-        """Return the scores whose softmax is the probabilities, float32 [B, classes]; arguments as of `features`.
+        """Compute the scores whose softmax is the probabilities, float32 [B, classes]; arguments as of `features`.
 
         Raises ValueError for a model without labels.
         """
@@ -77,7 +77,7 @@ class ViT(nnx.Module):
     def features(
         self, images: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION, prompts: jax.Array | None = None
     ) -> jax.Array:
-        """Return the head's input, [B, feature_width].
+        """Compute the head's input, [B, feature_width].
 
         Args:
           images: as above.
@@ -120,7 +120,7 @@ class ViT(nnx.Module):
         return jnp.broadcast_to(rows, (len(images), *rows.shape))
 
     def _positions(self) -> jax.Array:
-        """Return the positions of class tokens and patches; those of patches are interpolated to the images' grid."""
+        """The positions of class tokens and patches; those of patches are interpolated to the images' grid."""
         table, cfg = self.positions.table[...], self.cfg
         if cfg.position_grid is None or cfg.position_grid.side == cfg.grid_side:
             return table

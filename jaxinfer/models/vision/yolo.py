@@ -43,7 +43,7 @@ class Yolo(nnx.Module):
         self.heads = nnx.List([Conv(width, outputs, weights, rngs=rngs) for width in w[2:]])  # 24
 
     def __call__(self, images: jax.Array) -> Detections:
-        """Return the detections of each image, best first; boxes in the pixels of the images.
+        """The detections of each image, best first; boxes in the pixels of the images.
 
         Args:
           images: uint8 [B, H, W, 3], RGB; letterboxed to `cfg.image_size`.
@@ -57,7 +57,7 @@ class Yolo(nnx.Module):
         return dataclasses.replace(detections, boxes=jnp.where(valid[..., None], corners, 0))
 
     def predictions(self, images: jax.Array) -> jax.Array:
-        """Return a candidate for each anchor of each cell, float32 [B, candidates, 5 + classes]; images as above.
+        """Compute a candidate for each anchor of each cell, float32 [B, candidates, 5 + classes]; images as above.
 
         Columns: the box's centre (x, y) and size (w, h) in pixels of the letterboxed image, whether there is an object,
         and whether it is of each class, both in (0, 1).

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.pallas_kernels.cpu.arguments import given
+from jaxinfer.pallas_kernels.cpu.arguments import or_empty
 from jaxinfer.pallas_kernels.cpu.library import ffi_call
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.target import UnsupportedError
@@ -41,7 +41,7 @@ def cached_attention(
         *cache,
         page_table,
         positions,
-        *map(given, vectors),
+        *map(or_empty, vectors),
         aliases={1 + i: 1 + i for i, x in enumerate(cache) if x.size},
         norm_eps=np.float32(norm_eps),
         **_attributes(**options),
@@ -67,7 +67,7 @@ def paged_attention(
         *_arrays(pages),
         page_table,
         q_positions,
-        given(alibi),
+        or_empty(alibi),
         **_attributes(**options),
     )
     return result.reshape(q.shape)
@@ -92,7 +92,7 @@ def _check_dtypes(
 
 def _arrays(pages: KVPages) -> tuple[jax.Array, ...]:
     """Return keys, values and their scales, which are empty for a float cache."""
-    return pages.k, pages.v, given(pages.k_scale), given(pages.v_scale)
+    return pages.k, pages.v, or_empty(pages.k_scale), or_empty(pages.v_scale)
 
 
 def _attributes(*, scale: float, window: int | None, softcap: float | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ everywhere, for int4 weights in whole numbers of 16 bits with a scale for each g
 import jax
 import numpy as np
 
-from jaxinfer.pallas_kernels.cpu.arguments import activation_number, check_product, given
+from jaxinfer.pallas_kernels.cpu.arguments import activation_number, check_product, or_empty
 from jaxinfer.pallas_kernels.cpu.library import ffi_call, most_rows
 from jaxinfer.pallas_kernels.target import UnsupportedError
 from jaxinfer.pallas_kernels.weights import Weights
@@ -60,10 +60,10 @@ def _call(
         "jaxinfer_linear",
         result,
         x,
-        *map(given, norm),
-        *map(given, weights),
-        given(bias),
-        given(residual),
+        *map(or_empty, norm),
+        *map(or_empty, weights),
+        or_empty(bias),
+        or_empty(residual),
         eps=np.float32(eps),
         activation=activation_number(activation),
         gated=np.int32(gated),

@@ -30,17 +30,17 @@ from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
 
 
 def acc_layout() -> Any:
-    """Return the layout of an accumulator, the same for all dtypes."""
+    """The layout of an accumulator, the same for all dtypes."""
     return plgpu.Layout.MMA_ACC(jnp.bfloat16)
 
 
 def _lhs(dtype: Any = jnp.bfloat16) -> Any:
-    """Return the layout of a left operand; the default stands for all dtypes of 16 bits."""
+    """The layout of a left operand; the default stands for all dtypes of 16 bits."""
     return plgpu.Layout.MMA_LHS(dtype)
 
 
 def _rhs(dtype: Any = jnp.bfloat16) -> Any:
-    """Return the layout of a right operand."""
+    """The layout of a right operand."""
     return plgpu.Layout.MMA_RHS(dtype)
 
 
@@ -143,7 +143,7 @@ class Int4Operand(Operand):
 
 
 def operand_of(weights: Weights, dtype: np.dtype, *, quantized: bool = False) -> Operand:
-    """Return the operand class of this weight format, for x of this dtype. Raises UnsupportedError.
+    """The operand class of this weight format, for x of this dtype. Raises UnsupportedError.
 
     Args:
       quantized: whether rows of x come quantised to int8; `dtype` is then that of the result.
@@ -196,7 +196,7 @@ def split_bfloat16(x: jax.Array) -> list[jax.Array]:
 
 
 def _levels(words: jax.Array, nibble: int, dtype: Any) -> jax.Array:
-    """Return the int4 values (-8 to 7) of a nibble of each word, consecutive inputs: uint16 -> `dtype`, exactly.
+    """Compute the int4 values (-8 to 7) of a nibble of each word, consecutive inputs: uint16 -> `dtype`, exactly.
 
     A nibble n in the lowest mantissa bits of a power of two whose unit in the last place is 1 makes that power plus n.
     """

@@ -95,7 +95,7 @@ def _load_floats(ref: Ref, layout: Any) -> jax.Array:
 
 
 def row_layout(inputs: int) -> tuple[Any, int]:
-    """Return a register layout for rows [R, K] of K inputs over 128 threads, and a thread's elements of each row.
+    """A register layout for rows [R, K] of K inputs over 128 threads, and a thread's elements of each row.
 
     Adjacent threads hold up to eight adjacent elements each; if K is an odd multiple of 64, every warp holds all of
     them.

@@ -273,7 +273,7 @@ def _scratch(plan: Plan, inputs: _Inputs) -> _Scratch:
 
 
 def _tiling(size: int, dtype: Any, operand: Operand) -> tuple[Any, ...]:
-    """Return the SMEM transforms of tiles of a matrix with `size` rows.
+    """The SMEM transforms of tiles of a matrix with `size` rows.
 
     TMA needs tiles of 8 rows to divide the matrix. Tiles of one row fit any matrix, but have two-way bank conflicts
     where a stage is two tiles wide.
@@ -325,23 +325,23 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
 
 
 def _outputs() -> Any:
-    """Return the slice of outputs of this thread block."""
+    """The slice of outputs of this thread block."""
     return pl.ds(lax.axis_index("block") * TILE_N, TILE_N)
 
 
 def _columns(plan: Plan) -> Any:
-    """Return the slice of all rows of x, and of some past the last one that pad them."""
+    """The slice of all rows of x, and of some past the last one that pad them."""
     return slice_past_end(plan.columns, lax.axis_index("block"))
 
 
 def _tile_inputs(plan: Plan, i: Index, per_element: int = 1) -> Any:
-    """Return the slice of inputs of this split's tile `i`, in elements that hold `per_element` of them."""
+    """The slice of inputs of this split's tile `i`, in elements that hold `per_element` of them."""
     size = plan.tiles.tile_k // per_element
     return pl.ds((lax.axis_index("split") * plan.iterations + i) * size, size)
 
 
 def _first_tile(plan: Plan) -> jax.Array:
-    """Return the first tile of inputs that a resident x covers.
+    """The first tile of inputs that a resident x covers.
 
     If the splits are unequal, the last one starts early, so that all lie within x.
     """
@@ -349,7 +349,7 @@ def _first_tile(plan: Plan) -> jax.Array:
 
 
 def _resident_inputs(plan: Plan, i: jax.Array) -> Any:
-    """Return the slice of this split's tile `i` in a resident x.
+    """The slice of this split's tile `i` in a resident x.
 
     Past the end any finite x will do, since the weights there are zero.
     """
@@ -446,7 +446,7 @@ def _transpose(y: jax.Array, transpose_s: Ref) -> jax.Array:
 
 
 def _result_layout(columns: int) -> Any:
-    """Return the register layout of the result [columns, TILE_N]: as in memory."""
+    """The register layout of the result [columns, TILE_N]: as in memory."""
     return plgpu.Layout.WG_STRIDED((columns, TILE_N), vec_size=columns * TILE_N // 128)
 
 

@@ -69,14 +69,14 @@ class FusedLinear:
         return 1 if self.rows == 1 else self.columns
 
     def resident_row_size(self, inputs: int) -> int:
-        """Return the elements of a resident row of x with this many inputs.
+        """Compute the elements of a resident row of x with this many inputs.
 
         After each row there is some padding: columns avoid bank conflicts, and rows stay aligned.
         """
         return inputs + max(8, 16 // self.operand.x.itemsize)
 
     def groups_per_tile(self, tile_k: int) -> int:
-        """Return the int4 groups, and so the scales of each output, in a tile of inputs."""
+        """Compute the int4 groups, and so the scales of each output, in a tile of inputs."""
         return tile_k // GROUP if self.operand.per_scale == GROUP else 0
 
 
@@ -103,12 +103,12 @@ def plan_layer(layer: FusedLinear) -> Plan:
 
 
 def choose_tiles(layer: FusedLinear) -> Tiles:
-    """Return the tuned tile sizes of these shapes, or else the default ones. Raises UnsupportedError."""
+    """Choose the tuned tile sizes of these shapes, or else the default ones. Raises UnsupportedError."""
     return _tuned_tiles(layer) or _default_tiles(layer)
 
 
 def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
-    """Return the tuned tile sizes, if there are any."""
+    """The tuned tile sizes, if there are any."""
     operand, norm, gated = layer.operand, layer.eps is not None, layer.matrices == 2
     key = f"rows={layer.columns},K={layer.inputs},N={layer.outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
     sizes = tuned("small_batch_linear", key)
@@ -133,7 +133,7 @@ def _default_tiles(layer: FusedLinear) -> Tiles:
 
 
 def _fewest_splits(layer: FusedLinear, tile_k: int) -> Tiles | None:
-    """Return the fewest splits that give most SMs a thread block, with as many stages as there is shared memory for.
+    """The fewest splits that give most SMs a thread block, with as many stages as there is shared memory for.
 
     Each further split writes and reads partial sums, and every block prepares a resident x (docs/decisions/0029).
     """
@@ -156,7 +156,7 @@ def _fewest_splits(layer: FusedLinear, tile_k: int) -> Tiles | None:
 
 
 def _tile_k(layer: FusedLinear) -> int:
-    """Return the inputs of a stage: 16 KB of weights, which need few instructions per byte.
+    """Compute the inputs of a stage: 16 KB of weights, which need few instructions per byte.
 
     Tiles divide a resident row.
     """
@@ -165,7 +165,7 @@ def _tile_k(layer: FusedLinear) -> int:
 
 
 def _stage_bytes(layer: FusedLinear, tile_k: int) -> int:
-    """Return the shared memory of a stage: weights, their int4 scales, and x unless it is resident."""
+    """The shared memory of a stage: weights, their int4 scales, and x unless it is resident."""
     operand = layer.operand
     weights = tile_k * operand.weights.itemsize // operand.per_element + 2 * layer.groups_per_tile(tile_k)
     x = 0 if layer.x_resident else layer.columns * tile_k * operand.x.itemsize
@@ -173,7 +173,7 @@ def _stage_bytes(layer: FusedLinear, tile_k: int) -> int:
 
 
 def _fixed_bytes(layer: FusedLinear, inputs: int) -> int:
-    """Return the shared memory besides the stages, if a thread block has this many inputs."""
+    """The shared memory besides the stages, if a thread block has this many inputs."""
     results_and_residual = layer.columns * TILE_N * (3 * 2 + 2 * layer.operand.dtype.itemsize)
     x = layer.resident_rows * layer.resident_row_size(inputs) * layer.operand.x.itemsize if layer.x_resident else 0
     return results_and_residual + x + _OTHER_BYTES

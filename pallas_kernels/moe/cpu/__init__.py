@@ -7,7 +7,7 @@ matrices are read where they are, once for all of its rows, and those of experts
 import jax
 import numpy as np
 
-from jaxinfer.pallas_kernels.cpu.arguments import activation_number, check_product, given
+from jaxinfer.pallas_kernels.cpu.arguments import activation_number, check_product, or_empty
 from jaxinfer.pallas_kernels.cpu.library import ffi_call, most_rows
 from jaxinfer.pallas_kernels.moe.routing import Routing
 from jaxinfer.pallas_kernels.target import UnsupportedError
@@ -40,10 +40,10 @@ def expert_mlp(
         routing.tokens,
         routing.offsets,
         routing.sizes,
-        *map(given, gate_up),
-        *map(given, down),
-        given(gate_up_bias),
-        given(down_bias),
+        *map(or_empty, gate_up),
+        *map(or_empty, down),
+        or_empty(gate_up_bias),
+        or_empty(down_bias),
         activation=activation_number(activation),
         gated=np.int32(gated),
     )

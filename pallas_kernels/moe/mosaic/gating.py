@@ -295,7 +295,7 @@ def _gate(plan: Plan, logits: Ref, results: _GateResults, scratch: _GateScratch)
 
 
 def _by_row() -> Any:
-    """Return the register layout with a row per warp, four adjacent elements per lane."""
+    """The register layout with a row per warp, four adjacent elements per lane."""
     return plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
@@ -354,7 +354,7 @@ def _place(plan: Plan, inputs: _PlaceInputs, tables: _Tables, scratch: _PlaceScr
 
 
 def _sum_counts(plan: Plan, counts: Ref, scratch: _PlaceScratch) -> tuple[jax.Array, jax.Array]:
-    """Return the choices of each expert in all tiles, and in those before this one: int32 [width]."""
+    """Sum the choices of each expert in all tiles, and in those before this one: int32 [width]."""
     tile = lax.axis_index("tile")
 
     def add_tiles(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -185,7 +185,7 @@ class _Tile:
 
 
 def _find_tile(plan: Plan, inputs: _Inputs) -> _Tile:
-    """Return the tile of this thread block.
+    """Find the tile of this thread block.
 
     Tiles start at multiples of 8 rows, as swizzled copies require, so an expert's first tile may also hold rows of the
     previous experts. The tiles of an expert whose first one starts at row `base` have indices from base // rows +
@@ -206,7 +206,7 @@ def _find_tile(plan: Plan, inputs: _Inputs) -> _Tile:
 
 
 def _find_expert(plan: Plan, offsets: Ref, scratch: _TableScratch) -> tuple[jax.Array, jax.Array]:
-    """Return the expert of this thread block's tile, and its first row."""
+    """Find the expert of this thread block's tile, and its first row."""
     index, (width,) = lax.axis_index("tile"), scratch.offsets.shape
     source = offsets.at[slice_past_end(width, index)]
     plgpu.copy_gmem_to_smem(source, scratch.offsets, scratch.full, oob_mode=plgpu.OOBFillMode.ZEROS)

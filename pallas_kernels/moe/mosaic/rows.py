@@ -62,7 +62,7 @@ def unpermute(y: jax.Array, routing: Routing) -> jax.Array:
 def _row_kernel(
     name: str, compute: Callable[[Any, Ref, _Block], None], result: jax.ShapeDtypeStruct
 ) -> Callable[[Any], jax.Array]:
-    """Return a kernel with a thread block per tile of result rows and columns; the last one repeats the last row."""
+    """A kernel with a thread block per tile of result rows and columns; the last one repeats the last row."""
     rows, columns = result.shape
     width = 2048 // result.dtype.itemsize  # 16 bytes per thread
     while columns % width:

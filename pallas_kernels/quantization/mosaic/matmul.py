@@ -68,7 +68,7 @@ class Plan:
         return pl.cdiv(self.inputs, _TILE_K)
 
     def layout(self, kind: Any) -> Any:
-        """Return the register layout of an mma's operand or accumulator, `plgpu.Layout.MMA_...`."""
+        """The register layout of an mma's operand or accumulator, `plgpu.Layout.MMA_...`."""
         return kind(jnp.int8, m_warps=min(4, self.tiles.rows // 16))
 
 
@@ -102,7 +102,7 @@ class _Scratch(NamedTuple):
 
 
 def choose_tiles(rows: int, inputs: int, outputs: int) -> Tiles:
-    """Return the tuned tiles of these shapes, or the largest that give every SM a thread block.
+    """Choose the tuned tiles of these shapes, or the largest that give every SM a thread block.
 
     Two thread blocks share an SM, unless its shared memory holds too few stages for two.
     """
@@ -193,12 +193,12 @@ def _kernel(plan: Plan, inputs: _Inputs, y: Ref, scratch: _Scratch) -> None:
 
 
 def _rows(plan: Plan) -> Any:
-    """Return the slice of rows of this thread block."""
+    """The slice of rows of this thread block."""
     return pl.ds(lax.axis_index("row") * plan.tiles.rows, plan.tiles.rows)
 
 
 def _outputs(plan: Plan) -> Any:
-    """Return the slice of outputs of this thread block."""
+    """The slice of outputs of this thread block."""
     return pl.ds(lax.axis_index("output") * plan.tiles.outputs, plan.tiles.outputs)
 
 

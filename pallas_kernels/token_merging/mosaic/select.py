@@ -102,7 +102,7 @@ class _Scratch(NamedTuple):
 
 
 def select(metric: jax.Array, size: jax.Array, r: int, protected: int) -> jax.Array:
-    """Return the output of each token, int32 [B, 2 x padded]; arbitrary for padding.
+    """Select the output of each token, int32 [B, 2 x padded]; arbitrary for padding.
 
     Args:
       metric: [B, n, m]. size: float32 [B, n]. r, protected: as of `api`.
@@ -189,7 +189,7 @@ def _find_partners(plan: Plan, scratch: _Scratch) -> None:
 
 
 def _scores(plan: Plan, scratch: _Scratch, t: jax.Array, u: jax.Array) -> jax.Array:
-    """Return the similarities of tile `t` of A with tile `u` of B; those of padding are FIRST or LAST."""
+    """Compute the similarities of tile `t` of A with tile `u` of B; those of padding are FIRST or LAST."""
     lhs, rhs = plgpu.Layout.MMA_LHS(plan.dtype), plgpu.Layout.MMA_RHS(plan.dtype)
     scores = full(_SHAPE, 0, jnp.float32, plan.acc)
     for f in range(plan.feature_tiles):
@@ -237,20 +237,20 @@ def _write_targets(plan: Plan, target: Ref, scratch: _Scratch) -> None:
 
 
 def _tile(t: jax.Array) -> Any:
-    """Return the slice of tokens of tile `t`."""
+    """The slice of tokens of tile `t`."""
     return pl.ds(t * TILE, TILE)
 
 
 def _mma_tile(u: jax.Array) -> Any:
-    """Return the slice of tokens of tile `u`, the columns of an mma."""
+    """The slice of tokens of tile `u`, the columns of an mma."""
     return pl.ds(u * MMA_TOKENS, MMA_TOKENS)
 
 
 def _indices(plan: Plan, axis: int, tile: jax.Array) -> jax.Array:
-    """Return the tokens along an axis of a tile of scores, int32 of the scores' shape."""
+    """Compute the tokens along an axis of a tile of scores, int32 of the scores' shape."""
     return iota(_SHAPE, axis, plan.acc) + tile * _SHAPE[axis]
 
 
 def _per_token(plan: Plan, value: float, dtype: Any) -> jax.Array:
-    """Return a number for each token of a tile of A: [TILE]."""
+    """A number for each token of a tile of A: [TILE]."""
     return full((TILE,), value, dtype, plan.acc.reduce(1))

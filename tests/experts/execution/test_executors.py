@@ -213,7 +213,7 @@ def test_damage_that_is_there_at_the_start(board, start, copies):
     damage(files["c0"], "flipped")
     system = start("c0", "c1", folder=folder, slots=2)
     assert list(system.broken) == ["c0"]
-    assert system.initially >= {"c1"}
+    assert system.initial_experts >= {"c1"}
     with pytest.raises(LoadError, match="c0"):
         system.submit("c0", image(0)).result(SECONDS)
     assert is_right(board, "c1", image(0), system.submit("c1", image(0)).result(SECONDS))
@@ -248,8 +248,8 @@ def without_memory(monkeypatch, when):
 def test_a_load_that_finds_no_memory_is_tried_again(board, start, monkeypatch):
     system = start(*CLASSIFIERS, slots=3, mode="paper")
     count = without_memory(monkeypatch, lambda number: number == 0)
-    others = [name for name in CLASSIFIERS if name not in system.initially]
-    for name in (others[0], *sorted(system.initially)):
+    others = [name for name in CLASSIFIERS if name not in system.initial_experts]
+    for name in (others[0], *sorted(system.initial_experts)):
         assert is_right(board, name, image(0), system.submit(name, image(0)).result(SECONDS))
     assert count[0] >= 2
     assert system.statistics.failed == 0
@@ -260,7 +260,7 @@ def test_a_load_that_finds_no_memory_is_tried_again(board, start, monkeypatch):
 def test_a_device_with_less_memory_than_was_given_at_the_start(board, start, monkeypatch):
     without_memory(monkeypatch, lambda number: number == 1)
     system = start("c0", "c1", slots=2, mode="paper")
-    assert len(system.initially) == 1
+    assert len(system.initial_experts) == 1
     assert not system.broken
     for name in ("c0", "c1"):
         assert is_right(board, name, image(0), system.submit(name, image(0)).result(SECONDS))
@@ -424,10 +424,10 @@ def test_experts_make_room_for_batches(board, start, mode):
 def test_a_copy_to_the_host_that_fails_ends_its_executor_alone(start, monkeypatch):
     costs = dataclasses.replace(COSTS, activation_bytes=3000)
     system = start(slots=2, executors=2, activation=1000, costs=costs, mode="paper", host=1)
-    note, failed = system._weights.note, []
+    begin_eviction, failed = system._weights.begin_eviction, []
 
     def fails(*args):
-        leave = note(*args)
+        leave = begin_eviction(*args)
 
         def leaves():
             leave()
@@ -437,7 +437,7 @@ def test_a_copy_to_the_host_that_fails_ends_its_executor_alone(start, monkeypatc
 
         return leaves
 
-    monkeypatch.setattr(system._weights, "note", fails)
+    monkeypatch.setattr(system._weights, "begin_eviction", fails)
     rng = np.random.default_rng(0)
     futures = [system.submit(f"c{rng.integers(5)}", image(0)) for _ in range(60)]
     ends = {type(future.exception(SECONDS)) for future in futures}

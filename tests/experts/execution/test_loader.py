@@ -126,7 +126,7 @@ def test_a_load_from_the_host_waits_for_the_copy(board, is_right):
     """The scheduler knows of a copy as soon as it has decided to make it; another thread may ask for it first."""
     loader = make(board, [CPU, CPU])
     load(loader, "c0")
-    evicting = loader.note(0, [Eviction(expert="c0", to_host=True)], ())
+    evicting = loader.begin_eviction(0, [Eviction(expert="c0", to_host=True)], ())
     loading = loader.prepare(Load(executor=1, pool=1, expert="c0", tier="host"))
     thread = threading.Thread(target=loading)
     thread.start()
@@ -143,7 +143,7 @@ def test_copies_to_the_host_are_timed(board):
     load(loader, "c0")
     load(loader, "c1")
     left = Eviction(expert="c0", to_host=True), Eviction(expert="c1", to_host=False)
-    loader.note(0, left, (), lambda name, seconds: seen.append((name, seconds > 0)))()
+    loader.begin_eviction(0, left, (), lambda name, seconds: seen.append((name, seconds > 0)))()
     assert seen == [("c0", True)]
     loader.close()
 
@@ -152,8 +152,8 @@ def test_evictions_of_a_pool_keep_their_order(board):
     loader, ended = make(board), []
     load(loader, "c0")
     load(loader, "c1")
-    first = loader.note(0, [Eviction(expert="c0", to_host=False)], ())
-    second = loader.note(0, [Eviction(expert="c1", to_host=False)], ())
+    first = loader.begin_eviction(0, [Eviction(expert="c0", to_host=False)], ())
+    second = loader.begin_eviction(0, [Eviction(expert="c1", to_host=False)], ())
     thread = threading.Thread(target=lambda: (second(), ended.append("second")))
     thread.start()
     thread.join(0.05)
@@ -171,7 +171,7 @@ def test_where_the_host_has_no_memory_experts_come_from_disk(board, is_right, mo
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(loader_module.jax, "device_put", full)
-    loader.note(0, [Eviction(expert="c0", to_host=True)], ())()
+    loader.begin_eviction(0, [Eviction(expert="c0", to_host=True)], ())()
     monkeypatch.setattr(loader_module.jax, "device_put", device_put)
     load(loader, "c0", tier="host")
     assert is_right(loader, "c0")
@@ -187,7 +187,7 @@ def test_an_expert_that_cannot_be_copied_leaves_alone(board, is_right, monkeypat
         raise OSError("broken")
 
     monkeypatch.setattr(loader_module.jax, "block_until_ready", broken)
-    loader.note(0, [Eviction(expert="c0", to_host=True)], ())()
+    loader.begin_eviction(0, [Eviction(expert="c0", to_host=True)], ())()
     monkeypatch.setattr(loader_module.jax, "block_until_ready", block)
     load(loader, "c1")
     load(loader, "c0", tier="host")

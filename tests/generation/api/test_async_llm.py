@@ -176,11 +176,11 @@ def test_pieces_of_text_and_the_whole(llm, start):
         await anext(stream)
         assert (await stream.final()).outputs[0].text == whole
         assert (await stream.final()).outputs[0].text == whole
-        with pytest.raises(ValueError, match="A stream of text has one completion, but n=2"):
+        with pytest.raises(ValueError, match=r"A stream of text needs SamplingParams\.n=1, got 2"):
             await anext(served.generate("a", SamplingParams(n=2, max_tokens=50)).text())
         closed = served.generate("a")
         await closed.aclose()
-        with pytest.raises(RuntimeError, match="closed before it had an output"):
+        with pytest.raises(RuntimeError, match="closed before its first output"):
             await closed.final()
 
     asyncio.run(main())

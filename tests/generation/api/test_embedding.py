@@ -185,7 +185,7 @@ def test_what_an_encoder_refuses(encoder):
     with pytest.raises(ValueError, match="is an encoder, which can only embed"):
         encoder.engine.prepare([1], GREEDY)
     path = encoder.model.folder
-    with pytest.raises(ValueError, match=r"holds an encoder; use jaxinfer\.Embedder"):
+    with pytest.raises(ValueError, match=r"is an encoder; use jaxinfer\.Embedder"):
         LLM(path)
     with pytest.raises(ValueError, match=r"^max_adapters=2 is for decoders; this encoder takes max_batch"):
         Embedder(path, max_adapters=2)

@@ -67,9 +67,9 @@ def test_wrong_images_are_named(embedder, images, message):
 
 def test_what_is_for_texts_is_refused_by_name(embedder, folder):
     image = np.zeros((64, 64, 3), np.uint8)
-    with pytest.raises(ValueError, match="adapter='a' is not for a model of images"):
+    with pytest.raises(ValueError, match="adapter='a' is not supported for an image model"):
         embedder.embed(image, adapter="a")
-    with pytest.raises(ValueError, match="holds a model of images, which has no requests"):
+    with pytest.raises(ValueError, match=r"Embedder\.engine is not available for an image model"):
         _ = embedder.engine
     for name, value in (("context", 4), ("mesh", MeshConfig(tensor=2)), ("weights", "host"), ("cache_bytes", 1)):
         with pytest.raises((ValueError, TypeError), match=name):

@@ -110,13 +110,13 @@ def test_prepared_requests_run_as_their_prompts_do(llm):
     expected = completions(llm.generate(prompts, GREEDY))
     assert completions(llm.generate(requests)) == expected
     assert completions(llm.generate(requests[0])) == expected[:1]
-    with pytest.raises(ValueError, match="has its SamplingParams: give none beside it"):
+    with pytest.raises(ValueError, match="already has SamplingParams: do not pass others"):
         llm.generate(requests, GREEDY)
-    with pytest.raises(ValueError, match="is given twice"):
+    with pytest.raises(ValueError, match="is passed twice"):
         llm.generate([requests[0], requests[0]])
     mine = [llm.prepare([3], GREEDY, request_id=name) for name in ("a", "b", "a")]
     assert [output.request_id for output in llm.generate(mine[:2])] == ["a", "b"]
-    with pytest.raises(ValueError, match="a request_id is given twice"):
+    with pytest.raises(ValueError, match="a request_id is passed twice"):
         llm.generate(mine)
     for wrong in ("", 5):
         with pytest.raises(ValueError, match=f"request_id must be a non-empty string, got {wrong!r}"):

@@ -20,7 +20,7 @@ from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.execution.base import DevicePrograms
-from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainPasses, Layers
+from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainPasses, LayerStream
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.programs.chain import Layer
@@ -57,7 +57,7 @@ def deep(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def from_disk(deep):
-    """Layers from disk, one request at a time."""
+    """LayerStream from disk, one request at a time."""
     return LLM(deep, weights="disk", **ONE)
 
 
@@ -441,7 +441,7 @@ class Interrupts:
             ChainPasses,
             ChainDecoderPasses,
             DevicePrograms,
-            Layers,
+            LayerStream,
             Prefetcher,
         ):
             for function in vars(owner).values():

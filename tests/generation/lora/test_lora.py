@@ -204,7 +204,7 @@ def test_what_no_engine_can_serve_is_refused(model_dir, folders, adapted, llm):
         llm.generate(PROMPT, greedy("all"))
     with pytest.raises(ValueError, match="rank 4 is more than the 2 that are reserved; raise max_lora_rank to 4"):
         LLM(model_dir, adapters=folders, max_lora_rank=2)
-    with pytest.raises(ValueError, match="max_adapters is 0, but there are adapters"):
+    with pytest.raises(ValueError, match="max_adapters=0, but adapters are passed"):
         LLM(model_dir, adapters=folders, max_adapters=0)
     with pytest.raises(ValueError, match=r"elsewhere/adapter_config\.json: no such file"):
         LLM(model_dir, adapters={"all": "elsewhere"})

@@ -27,25 +27,25 @@ from jaxinfer.streaming.config import LayerRange
 
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-    """Return all programs of a decoder."""
+    """All programs of a decoder."""
     return [*state_programs(layout), *whole_programs(layout)]
 
 
 def whole_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the programs that run passes through a decoder whose layers are all on the devices."""
+    """The programs that run passes through a decoder whose layers are all on the devices."""
     return [prefill.spec(layout), decode.spec(layout)] if layout.stages is None else [ring.spec(layout)]
 
 
 def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """Return all programs of a decoder whose layers are streamed, and run in these ranges."""
+    """All programs of a decoder whose layers are streamed, and run in these ranges."""
     return [*state_programs(layout), *pass_programs(layout, ranges)]
 
 
 def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the programs of a pass through layers that run in these ranges."""
+    """The programs of a pass through layers that run in these ranges."""
     return [*chain.decoder_specs(layout, ranges), *experts.expert_specs(layout, ranges)]
 
 
 def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the programs that change a decoder's state between passes."""
+    """The programs that change a decoder's state between passes."""
     return [file.spec(layout) for file in (admit, copy_pages, place_adapter)]

@@ -27,12 +27,12 @@ def admit(state: DeviceState, slot: jax.Array, requests: Slots) -> DeviceState:
 
 
 def build(static: None, sizes: Admit) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return admit
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Admit, Buckets]:
-    """Return the spec for an engine."""
+    """The spec for an engine."""
     return ProgramSpec(
         sizes=Admit,
         build=build,

@@ -24,7 +24,7 @@ from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
     DecodeRows,
-    Passed,
+    PassState,
     Speculation,
     finish_step,
     speculate,
@@ -75,7 +75,7 @@ class Layer(Pass):
 
     @classmethod
     def of_kind(cls, sizes: Pass, kind: int, layers: int) -> Self:
-        """Return the sizes of `layer` for these layers, in a pass of these sizes."""
+        """The sizes of `layer` for these layers, in a pass of these sizes."""
         return cls(
             chunks=sizes.chunks,
             batch=sizes.batch,
@@ -136,7 +136,7 @@ def propose(slots: Slots, slot: jax.Array, limit: jax.Array, *, width: int) -> S
 def enter(
     model: "Decoder", slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None, *, chunk_size: int
 ) -> tuple[jax.Array, tuple[TokenRows, ...]]:
-    """Return the embeddings of a pass, [N, D], and its tokens; arguments as in `prefill.groups_of`."""
+    """The embeddings of a pass, [N, D], and its tokens; arguments as in `prefill.groups_of`."""
     groups = prefill.groups_of(slots, chunks, rows, guess, chunk_size=chunk_size)
     return model.enter(groups)[0], groups
 
@@ -161,34 +161,34 @@ def leave(
     guess = Speculation.none(batch) if guess is None else guess
     width = 1 + guess.tokens.shape[1]
     step = DecodeRows.from_slots(slots, rows, bitmask)
-    before = Passed(slots.history, progress_of(slots, rows.slot), no_logprobs((batch, width)))
+    before = PassState(slots.history, progress_of(slots, rows.slot), no_logprobs((batch, width)))
     after, accepted = verify(model, step, before, hidden[0], guess, processors)
     passes = jnp.array([0, 1] if width > 1 else [1, 0], jnp.int32)
     return finish_step(slots, step, after, guess.num_tokens, accepted, passes, width=width)
 
 
 def _layers(sizes: "Layer | EncoderLayer") -> range:
-    """Return the layers whose names a program of these sizes uses."""
+    """The layers whose names a program of these sizes uses."""
     return range(sizes.kind, sizes.kind + sizes.layers)
 
 
 def build_layer(static: DecoderStatic, sizes: Layer) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
 
 
 def build_propose(static: DecoderStatic, sizes: Propose) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return functools.partial(propose, width=sizes.speculative)
 
 
 def build_enter(static: DecoderStatic, sizes: Enter) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
 
 
 def build_leave(static: DecoderStatic, sizes: Leave) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
@@ -204,7 +204,7 @@ def passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
 
 
 def _kinds(ranges: Iterable[LayerRange]) -> list[tuple[int, int]]:
-    """Return the kind and the number of layers of every `layer` program."""
+    """The kind and the number of layers of every `layer` program."""
     return sorted({(layers.kind, layers.count) for layers in ranges})
 
 
@@ -219,7 +219,7 @@ def pass_options(layout: DeviceLayout, sizes: Pass) -> dict[str, Any]:
 
 
 def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
-    """Return the shapes of a pass's activations between layers, [N, D], and of its tokens."""
+    """The shapes of a pass's activations between layers, [N, D], and of its tokens."""
     groups = tuple(
         TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows))
         for rows, tokens in (
@@ -234,7 +234,7 @@ def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows
 
 
 def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the specs of a pass over layers in these ranges, without those for layers with experts."""
+    """The specs of a pass over layers in these ranges, without those for layers with experts."""
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
     most, options = layout.engine.num_speculative_tokens, functools.partial(pass_options, layout)
     kinds = _kinds(layers for layers in ranges if not runs_experts(config, layers))
@@ -330,7 +330,7 @@ class EncoderLeave(EncoderSizes):
 
 
 def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the embeddings of a batch, [B, T, D]; arguments as in `embed`."""
+    """Compute the embeddings of a batch, [B, T, D]; arguments as in `embed`."""
     return model.enter(tokens, positions)[0]
 
 
@@ -341,29 +341,29 @@ def run_encoder_layers(model: "Encoder", x: jax.Array, groups: tuple[TokenRows, 
 
 
 def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the vectors of a batch, float32 [B, D], from the output of the last layer."""
+    """Compute the vectors of a batch, float32 [B, D], from the output of the last layer."""
     return model.pool(x, positions >= 0)
 
 
 def build_enter_encoder(static: EncoderStatic, sizes: EncoderEnter) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, None, enter_encoder)
 
 
 def build_layer_encoder(static: EncoderStatic, sizes: EncoderLayer) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_encoder_layers, layers=_layers(sizes)))
 
 
 def build_leave_encoder(static: EncoderStatic, sizes: EncoderLeave) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, None, leave_encoder)
 
 
 def encoder_specs(
     model: StreamedModel, ranges: Collection[LayerRange]
 ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
-    """Return the specs of a batch's programs, for layers in these ranges."""
+    """The specs of a batch's programs, for layers in these ranges."""
     config, leaves = model.transformer, list(model.leaves.values())
     static = EncoderStatic.from_model(model)
 

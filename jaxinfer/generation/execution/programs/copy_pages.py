@@ -27,12 +27,12 @@ def copy_pages(state: DeviceState, source: jax.Array, target: jax.Array) -> Devi
 
 
 def build(static: None, sizes: CopyPages) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return copy_pages
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[CopyPages, Buckets]:
-    """Return the spec for an engine."""
+    """The spec for an engine."""
     return ProgramSpec(
         sizes=CopyPages,
         build=build,

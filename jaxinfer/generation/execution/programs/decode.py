@@ -16,7 +16,7 @@ from jaxinfer.generation.execution.programs.expert_load import ExpertCounts, cou
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
     DecodeRows,
-    Passed,
+    PassState,
     Speculation,
     finish_step,
     speculate,
@@ -60,7 +60,7 @@ class _Carry(NamedTuple):
     """
 
     caches: list[KVPages]
-    passed: Passed
+    passed: PassState
     proposed: jax.Array
     accepted: jax.Array
     passes: jax.Array
@@ -112,7 +112,7 @@ def decode(
         return lax.cond(speculates, lambda carry: run(carry, guess), plain, carry)
 
     going = any_part(jnp.any(before.active) & (passes > 0), "batch")
-    passed = Passed(slots.history, before, no_logprobs((batch, width)))
+    passed = PassState(slots.history, before, no_logprobs((batch, width)))
     experts = no_counts(batch, *_experts_of(model)) if counts_experts else None
     carry = _Carry(state.caches, passed, zeros, zeros, zeros, zeros, experts, going)
     carry = lax.while_loop(lambda carry: carry.going, speculative if num_speculative_tokens else plain, carry)
@@ -163,7 +163,7 @@ def _pass(
 
 
 def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     body = functools.partial(
         decode,
         max_passes=static.engine.max_decode_passes,
@@ -175,7 +175,7 @@ def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Decode, Buckets]:
-    """Return the spec for an engine."""
+    """The spec for an engine."""
 
     def arguments(sizes: Decode) -> tuple[Any, ...]:
         batch = sizes.batch

@@ -51,7 +51,7 @@ class EncoderStatic(NamedTuple):
 
 
 def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
 
     def function(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
@@ -64,7 +64,7 @@ def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
 
 
 def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tuple[int, int]]]:
-    """Return the spec for an engine, whose buckets are pairs of rows and tokens. level: as in `EncoderEngineConfig`."""
+    """The spec for an engine, whose buckets are pairs of rows and tokens. level: as in `EncoderEngineConfig`."""
     leaves, mesh = list(model.leaves.values()), model.mesh
 
     def arguments(sizes: Embed) -> tuple[Any, ...]:

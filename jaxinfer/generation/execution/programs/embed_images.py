@@ -35,7 +35,7 @@ class _Static(NamedTuple):
 
 
 def _build(static: _Static, sizes: EmbedImages) -> Callable[..., Any]:
-    """Return the function of these sizes: leaves, uint8 [B, size, size, 3] -> float32 [B, feature_width]."""
+    """Build the function of these sizes: leaves, uint8 [B, size, size, 3] -> float32 [B, feature_width]."""
 
     def function(leaves: list[jax.Array], images: jax.Array) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
@@ -49,7 +49,7 @@ def _build(static: _Static, sizes: EmbedImages) -> Callable[..., Any]:
 
 
 def spec(model: LoadedModel, level: int) -> ProgramSpec[EmbedImages, Iterable[int]]:
-    """Return the spec, whose buckets are batch sizes.
+    """The spec, whose buckets are batch sizes.
 
     Args:
       model: a vision transformer.

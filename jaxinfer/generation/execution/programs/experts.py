@@ -50,14 +50,14 @@ class _OfLayer(Pass):
 
     @classmethod
     def of_kind(cls, sizes: Pass, kind: int) -> Self:
-        """Return the sizes of a program for such a layer, in a pass of these sizes."""
+        """The sizes of a program for such a layer, in a pass of these sizes."""
         return cls(
             chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=cls._pages(sizes), kind=kind
         )
 
     @classmethod
     def _pages(cls, sizes: Pass) -> int:
-        """Return the pages of a program that attends to nothing."""
+        """Compute the pages of a program that attends to nothing."""
         return 0
 
 
@@ -94,7 +94,7 @@ def tile_rows(config: DecoderConfig, sizes: _OfLayer, chunk_size: int) -> int:
 
 
 def mlp_kind(config: DecoderConfig, layer: int) -> int:
-    """Return the first layer with the same experts: programs that run nothing else are one for all such layers."""
+    """The first layer with the same experts: programs that run nothing else are one for all such layers."""
     return next(other for other in config.moe_layers if config.mlp_in(other) == config.mlp_in(layer))
 
 
@@ -209,13 +209,13 @@ def join(
 
 
 def build_route(static: DecoderStatic, sizes: Route) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     tile = tile_rows(static.config, sizes, static.engine.chunk_size)
     return with_parts(static, [sizes.kind], functools.partial(route, layer=sizes.kind, tile=tile))
 
 
 def build_experts(static: DecoderStatic, sizes: RunExperts) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     prefix = f"layers.{sizes.kind}.mlp.experts."
     names = leaves_of_part(static.config, static.weights, sizes.kind, 0)
     return functools.partial(
@@ -227,12 +227,12 @@ def build_experts(static: DecoderStatic, sizes: RunExperts) -> Callable[..., Any
 
 
 def build_join(static: DecoderStatic, sizes: Join) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return with_parts(static, [sizes.kind], functools.partial(join, layer=sizes.kind))
 
 
 def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """Return the specs of the programs for layers with experts; none if there is no such layer in these ranges."""
+    """The specs of the programs for layers with experts; none if there is no such layer in these ranges."""
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
     kinds = sorted({layers.kind for layers in ranges if runs_experts(config, layers)})
     if not kinds:

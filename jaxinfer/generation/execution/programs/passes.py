@@ -24,7 +24,7 @@ class Pass(Sizes):
 
     @classmethod
     def for_pass(cls, sizes: "Pass") -> Self:
-        """Return a program's sizes in a pass of these sizes."""
+        """A program's sizes in a pass of these sizes."""
         return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
 
     def places(self, rows: int, micro_batches: int = 1) -> range | list[int]:
@@ -32,5 +32,5 @@ class Pass(Sizes):
         return range(rows)
 
     def tokens(self, chunk_size: int) -> int:
-        """Return the number of its tokens, padding included."""
+        """The number of its tokens, padding included."""
         return self.chunks * chunk_size + self.batch * (1 + self.speculative)

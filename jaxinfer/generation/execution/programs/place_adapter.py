@@ -30,12 +30,12 @@ def place_adapter(adapters: list[LayerAdapters], index: jax.Array, adapter: list
 
 
 def build(static: None, sizes: PlaceAdapter) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     return place_adapter
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[PlaceAdapter, Buckets]:
-    """Return the spec for an engine. Nothing is donated: if a step fails here, the present adapters stay."""
+    """The spec for an engine. Nothing is donated: if a step fails here, the present adapters stay."""
     return ProgramSpec(
         sizes=PlaceAdapter,
         build=build,

@@ -119,7 +119,7 @@ def prefill(
 def groups_of(
     slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None = None, *, chunk_size: int
 ) -> tuple[TokenRows, ...]:
-    """Return the tokens of a pass: those of the chunks (None: none), then the rows'; empty groups are left out.
+    """The tokens of a pass: those of the chunks (None: none), then the rows'; empty groups are left out.
 
     guess: the speculative tokens of the rows; None: none.
     """
@@ -136,7 +136,7 @@ def groups_of(
 
 
 def _positions(chunks: Chunks, chunk_size: int) -> jax.Array:
-    """Return the positions of the chunks' tokens: int32 [M, T], negative for padding."""
+    """The positions of the chunks' tokens: int32 [M, T], negative for padding."""
     index = jnp.arange(chunk_size)
     return jnp.where(index < chunks.num_tokens[:, None], chunks.start[:, None] + index, -1)
 
@@ -186,7 +186,7 @@ def append_next(slots: Slots, chunks: Chunks, rows: Rows, output: PrefillOutput)
 
 
 def _ends(slots: Slots, chunks: Chunks, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the slot of each chunk and row, its known tokens after the pass, and whether a token comes next."""
+    """The slot of each chunk and row, its known tokens after the pass, and whether a token comes next."""
     decoding = progress_of(slots, rows.slot)
     slot = jnp.concatenate([chunks.slot, rows.slot])
     length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
@@ -214,7 +214,7 @@ def _choose(
     *,
     vocab: int,
 ) -> tuple[jax.Array, Logprobs]:
-    """Return the next token of each row, and its log probabilities; arguments as in `sample`."""
+    """Choose the next token of each row, and its log probabilities; arguments as in `sample`."""
     none = no_logprobs(slot.shape)
 
     def by_options() -> tuple[jax.Array, Logprobs]:
@@ -229,7 +229,7 @@ def _choose(
 def _prompt_logprobs(
     model: "Decoder", hidden: jax.Array, history: jax.Array, chunks: Chunks, options: SamplingArrays
 ) -> Logprobs:
-    """Return the log probabilities of the token after each token of a chunk, [M, T], if a request asks for some.
+    """The log probabilities of the token after each token of a chunk, [M, T], if a request asks for some.
 
     They are computed for some positions at a time: the logits of all would be large.
     """
@@ -252,7 +252,7 @@ def _prompt_logprobs(
 
 
 def build(static: DecoderStatic, sizes: Prefill) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     body = functools.partial(
         prefill,
         chunk_size=static.engine.chunk_size,
@@ -263,13 +263,13 @@ def build(static: DecoderStatic, sizes: Prefill) -> Callable[..., Any]:
 
 
 def parts(layout: DeviceLayout, *, chunks: int, batch: int, pages: int) -> tuple[Chunks, Rows]:
-    """Return the shapes of chunks and rows."""
+    """The shapes of chunks and rows."""
     vector, flag = integers(chunks), flags(chunks)
     return Chunks(vector, vector, vector, flag, flag, integers(chunks, pages)), layout.rows(batch, pages)
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Prefill, Buckets]:
-    """Return the spec for an engine."""
+    """The spec for an engine."""
     chunk_size = layout.engine.chunk_size
 
     def arguments(sizes: Prefill) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from jaxinfer.generation.execution.programs.prefill import (
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
     DecodeRows,
-    Passed,
+    PassState,
     Speculation,
     accept,
     choose_tokens,
@@ -109,7 +109,7 @@ class _Stage(NamedTuple):
         return self.number == self.stages.count - 1
 
     def enter(self, x: jax.Array, groups: tuple[TokenRows, ...]) -> jax.Array:
-        """Return the embeddings of tokens on the first stage, on the others x, which came from the stage before."""
+        """Compute the embeddings of tokens on the first stage, on the others x, which came from the stage before."""
         with jax.named_scope("first_stage"):
             return lax.cond(self.is_first, lambda: self.model.enter(groups)[0], lambda: x)
 
@@ -157,7 +157,7 @@ class _Tick(NamedTuple):
 
 
 def _work(stage: _Stage, tick: jax.Array, schedule: RingSchedule, most: int) -> tuple[_Tick, jax.Array]:
-    """Return the work of a stage at a tick, and its record: int32 [3], micro-batch, pass, and whether there is any."""
+    """The work of a stage at a tick, and its record: int32 [3], micro-batch, pass, and whether there is any."""
     at, number, active = ring_job(tick, stage.number, **schedule._asdict())
     record = jnp.stack([at, number, active.astype(jnp.int32)])
     return _Tick(jnp.minimum(at, most - 1), active, active & stage.is_last), record
@@ -267,7 +267,7 @@ def decode_ring(
         groups = (TokenRows(ids, positions, step.rows.page_table, step.adapter),)
         x, caches = stage.run(stage.enter(carry.x, groups), groups, carry.caches)
         position = jnp.where(tick.is_end, tokens[1, :, 0], -1)
-        before = Passed(carry.slots.history, Progress(position), _at(carry.logprobs, tick.at))
+        before = PassState(carry.slots.history, Progress(position), _at(carry.logprobs, tick.at))
         guess = Speculation(ids[:, 1:], jnp.sum(positions[:, 1:] >= 0, axis=1))
         chosen, logprobs = _at_end(
             tick,
@@ -312,7 +312,7 @@ def decode_ring(
     )
     ticks = ring_ticks(stages.count, schedule.micro_batches, schedule.passes, schedule.stride)
     carry = lax.fori_loop(0, ticks, tick, carry)
-    passed = Passed(carry.slots.history, Progress(_joined(carry.position)), _joined(carry.logprobs))
+    passed = PassState(carry.slots.history, Progress(_joined(carry.position)), _joined(carry.logprobs))
     plain = schedule.passes * int(not count)
     counts = jnp.stack([plain, schedule.passes - plain])
     proposed, accepted = _joined(carry.proposed), _joined(carry.accepted)
@@ -322,7 +322,7 @@ def decode_ring(
 
 
 def _next_tokens(step: DecodeRows, history: jax.Array, position: jax.Array, limit: jax.Array, width: int) -> jax.Array:
-    """Return the tokens of the rows' next pass, ids and positions: int32 [2, B, 1 + W].
+    """Compute the tokens of the rows' next pass, ids and positions: int32 [2, B, 1 + W].
 
     Args:
       position: int32 [B], as in `Progress`. limit: int32 [B], the most speculative tokens of each row.
@@ -337,7 +337,7 @@ def _next_tokens(step: DecodeRows, history: jax.Array, position: jax.Array, limi
 
 
 def _no_jobs(stages: Stages, micro_batches: int, passes: int) -> jax.Array:
-    """Return the record of a step that has not begun, with room for as many ticks as any schedule has."""
+    """Compute the record of a step that has not begun, with room for as many ticks as any schedule has."""
     ticks = ring_ticks(stages.count, micro_batches, passes, drained_stride(stages.count, micro_batches))
     return jnp.zeros((ticks, 3), jnp.int32)
 
@@ -384,7 +384,7 @@ def prefill_ring(
     )
 
     def inputs(tick: _Tick) -> tuple[Chunks, Rows]:
-        """Return the chunks and rows of a micro-batch; without one they are padding."""
+        """The chunks and rows of a micro-batch; without one they are padding."""
         chunks, rows = _at(by_micro_batch, tick.at)
         num_tokens = jnp.where(tick.active, chunks.num_tokens, 0)
         chunks = chunks._replace(num_tokens=num_tokens, chooses=chunks.chooses & tick.is_end)
@@ -430,7 +430,7 @@ def prefill_ring(
 
 
 def build(static: DecoderStatic, sizes: Ring) -> Callable[..., Any]:
-    """Return the function of these sizes."""
+    """Build the function of these sizes."""
     assert static.stages is not None
     shared = {"stages": static.stages, "micro_batches": sizes.micro_batches, "processors": static.processors}
     if sizes.chunks:
@@ -455,7 +455,7 @@ def reachable(layout: DeviceLayout, buckets: Buckets) -> Iterable[Ring]:
 
 
 def prefill_sizes(stages: int, *, chunks: int, rows_of_each: int, pages: int) -> Ring:
-    """Return the sizes of a prefill step of so many chunks, whose micro-batches have so many decoding rows each."""
+    """The sizes of a prefill step of so many chunks, whose micro-batches have so many decoding rows each."""
     each = chunks_per_micro_batch(chunks, stages)
     micro_batches = -(-chunks // each)
     batch = micro_batches * rows_of_each
@@ -469,7 +469,7 @@ def decode_sizes(micro_batches: int, rows: int, speculative: int, pages: int) ->
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Ring, Buckets]:
-    """Return the spec for an engine."""
+    """The spec for an engine."""
 
     def arguments(sizes: Ring) -> tuple[Any, ...]:
         chunks, rows = parts(layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)

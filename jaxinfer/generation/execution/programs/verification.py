@@ -68,7 +68,7 @@ class Speculation(NamedTuple):
 
     @classmethod
     def none(cls, batch: int) -> Self:
-        """Return the speculation of a plain pass: no tokens."""
+        """The speculation of a plain pass: no tokens."""
         return cls(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
@@ -99,7 +99,7 @@ class DecodeRows(NamedTuple):
         return cls(rows, bitmask, slots.adapter[rows.slot], options, asks_more, length)
 
 
-class Passed(NamedTuple):
+class PassState(NamedTuple):
     """The state after a pass.
 
     Attributes:
@@ -116,7 +116,7 @@ class Passed(NamedTuple):
 def speculate(
     history: jax.Array, slot: jax.Array, progress: Progress, options: SamplingArrays, limit: jax.Array, width: int
 ) -> Speculation:
-    """Return the n-gram proposer's suggestions for some rows.
+    """The n-gram proposer's suggestions for some rows.
 
     Args:
       limit: int32 [B], the most tokens of each row.
@@ -129,7 +129,7 @@ def speculate(
 
 
 def tokens_of(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array, guess: Speculation) -> TokenRows:
-    """Return the model's input: the last token of each row, and its speculative ones. position: int32 [B]."""
+    """The model's input: the last token of each row, and its speculative ones. position: int32 [B]."""
     group = last_tokens(history, rows, position, adapter)
     if not guess.tokens.size:
         return group
@@ -144,11 +144,11 @@ def tokens_of(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.
 def verify(
     model: "Decoder",
     step: DecodeRows,
-    before: Passed,
+    before: PassState,
     hidden: jax.Array,
     guess: Speculation,
     processors: LogitsProcessors,
-) -> tuple[Passed, jax.Array]:
+) -> tuple[PassState, jax.Array]:
     """Choose the token after each token of the pass, and keep them up to the first that was not guessed.
 
     hidden: [B, 1 + W, D].
@@ -159,8 +159,8 @@ def verify(
 
 
 def accept(
-    step: DecodeRows, before: Passed, guess: Speculation, tokens: jax.Array, logprobs: Logprobs
-) -> tuple[Passed, jax.Array]:
+    step: DecodeRows, before: PassState, guess: Speculation, tokens: jax.Array, logprobs: Logprobs
+) -> tuple[PassState, jax.Array]:
     """Keep tokens [B, 1 + W] that were chosen, up to the first that was not guessed; returns what `verify` does.
 
     logprobs: of the step, with theirs.
@@ -170,18 +170,18 @@ def accept(
     accepted = jnp.sum(right, axis=1)
     count = before.progress.active.astype(jnp.int32) * (accepted + 1)
     history, progress = append(before.history, step.rows.slot, before.progress, tokens, count, step.options)
-    return Passed(history, progress, logprobs), accepted
+    return PassState(history, progress, logprobs), accepted
 
 
 def choose_tokens(
     model: "Decoder",
     step: DecodeRows,
-    before: Passed,
+    before: PassState,
     hidden: jax.Array,
     speculative: jax.Array,
     processors: LogitsProcessors,
 ) -> tuple[jax.Array, Logprobs]:
-    """Return the token after each token of a row, int32 [B, 1 + W], and the step's log probabilities with theirs.
+    """Choose the token after each token of a row, int32 [B, 1 + W], and the step's log probabilities with theirs.
 
     Args:
       hidden: [B, 1 + W, D].
@@ -213,14 +213,14 @@ def choose_tokens(
 def finish_step(
     slots: Slots,
     step: DecodeRows,
-    after: Passed,
+    after: PassState,
     proposed: jax.Array,
     accepted: jax.Array,
     passes: jax.Array,
     *,
     width: int,
 ) -> tuple[Slots, DecodeOutput]:
-    """Return the slots after a step's passes, and its results; width: the most tokens that a row can have got."""
+    """The slots after a step's passes, and its results; width: the most tokens that a row can have got."""
     slot, produced = step.rows.slot, after.progress.length - step.start
     slots = with_progress(slots._replace(history=after.history), slot, after.progress, produced > 0)
     tokens = after.history[slot[:, None], step.start[:, None] + jnp.arange(width)]

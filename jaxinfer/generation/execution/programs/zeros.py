@@ -18,7 +18,7 @@ class Zeros(Sizes):
 
 
 def build(static: Any, sizes: Zeros) -> Callable[..., Any]:
-    """Return the function without arguments that returns zeros of these shapes."""
+    """Build the function without arguments that returns zeros of these shapes."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype), static)
@@ -27,7 +27,7 @@ def build(static: Any, sizes: Zeros) -> Callable[..., Any]:
 
 
 def spec(shapes: Any) -> ProgramSpec[Zeros, Any]:
-    """Return the spec for these shapes, a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
+    """The spec for these shapes, a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
     return ProgramSpec(
         sizes=Zeros,
         build=build,

@@ -100,7 +100,7 @@ def _inputs(
     norms: tuple[jax.Array, jax.Array] | None,
     alibi: jax.Array | None,
 ) -> Inputs:
-    """Return the kernel's inputs."""
+    """The kernel's inputs."""
     slopes = None
     if alibi is not None:
         slopes = jnp.tile(alibi.reshape(plan.kv_heads, -1), plan.tokens) * LOG2E
@@ -117,7 +117,7 @@ def _inputs(
 
 
 def _mutable(pages: KVPages) -> Cache:
-    """Return the pages as mutable refs, so that XLA updates them in place, with a row for each token."""
+    """The pages as mutable refs, so that XLA updates them in place, with a row for each token."""
     k, v = (gmem(jax.new_ref(x.reshape(-1, x.shape[2] * x.shape[3]))) for x in (pages.k, pages.v))
     if pages.k_scale is None or pages.v_scale is None:
         return Cache(k, v, None)

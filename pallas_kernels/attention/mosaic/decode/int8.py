@@ -33,7 +33,7 @@ class TileScales(NamedTuple):
 def tile_scales(
     plan: Plan, inputs: Inputs, scales: Scales, max_abs: Ref, block: Block, tile: jax.Array, *, has_new: bool
 ) -> tuple[TileScales, TileScales]:
-    """Return the scales of keys and of values, by the rules of `write_pages`.
+    """The scales of keys and of values, by the rules of `write_pages`.
 
     They are computed again when the pages are stored, with the same result: a grown scale does not grow again.
     """
@@ -55,7 +55,7 @@ def _tile_scales(
     *,
     has_new: bool,
 ) -> TileScales:
-    """Return the scales of keys, or of values. qkv_row: where those of a token are."""
+    """The scales of keys, or of values. qkv_row: where those of a token are."""
     scales = TileScales([], [])
     for i, page in enumerate(pages_of(plan, inputs, block, tile)):
         old = old_scales[page, block.head]
@@ -79,7 +79,7 @@ def _tile_scales(
 
 
 def broadcast_to_keys(plan: Plan, values: list[jax.Array], shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """Return an array [keys, ...] of this shape with the value of each key's page."""
+    """An array [keys, ...] of this shape with the value of each key's page."""
     page = lax.div(iota(shape, 0, layout), plan.copy_keys)
     result = jnp.full(shape, values[0])
     for i, value in enumerate(values[1:], 1):

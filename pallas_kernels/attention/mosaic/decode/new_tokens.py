@@ -23,7 +23,7 @@ from jaxinfer.pallas_kernels.mosaic.refs import Ref
 
 
 def _qkv_layout() -> Any:
-    """Return the layout of rows of qkv: of every 8 each warp holds 2, with 16 adjacent features across its lanes."""
+    """The layout of rows of qkv: of every 8 each warp holds 2, with 16 adjacent features across its lanes."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
     )

@@ -120,7 +120,7 @@ class Plan:
 
 
 def choose_tiles(plan: Plan) -> Tiles:
-    """Return the tuned tiles, else enough splits to occupy every SM, each with at least two tiles of keys."""
+    """Choose the tuned tiles, else enough splits to occupy every SM, each with at least two tiles of keys."""
     context = plan.max_pages * plan.page_size
     key = f"b{plan.batch} t{plan.tokens} h{plan.kv_heads}x{plan.group} k{plan.head_dim} c{context}"
     if measured := tuned("decode_attention", key + " int8" * plan.int8):
@@ -268,7 +268,7 @@ class Block(NamedTuple):
 
 
 def this_block(plan: Plan, positions: Ref) -> Block:
-    """Return the thread block that runs this."""
+    """The thread block that runs this."""
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     first = positions[row, 0]
     last = functools.reduce(jnp.maximum, [positions[row, t] for t in range(plan.tokens)])
@@ -276,7 +276,7 @@ def this_block(plan: Plan, positions: Ref) -> Block:
 
 
 def key_ring(plan: Plan, tiles: Tiles, block: Block) -> Ring:
-    """Return the tiles of keys of this split: a part of the row's, from the first one in the window to the last.
+    """The tiles of keys of this split: a part of the row's, from the first one in the window to the last.
 
     A row of padding has none.
     """
@@ -290,12 +290,12 @@ def key_ring(plan: Plan, tiles: Tiles, block: Block) -> Ring:
 
 
 def page_of(plan: Plan, inputs: Inputs, block: Block, position: Index) -> jax.Array:
-    """Return the page of a position; beyond the row's end the last page, whose keys nobody sees there."""
+    """Compute the page of a position; beyond the row's end the last page, whose keys nobody sees there."""
     return inputs.page_table[block.row, lax.div(jnp.minimum(position, block.last), plan.page_size)]
 
 
 def pages_of(plan: Plan, inputs: Inputs, block: Block, tile: Index) -> list[jax.Array]:
-    """Return the page of every TMA copy of a tile of keys."""
+    """The page of every TMA copy of a tile of keys."""
     return [page_of(plan, inputs, block, tile * TILE_KV + start) for start in range(0, TILE_KV, plan.copy_keys)]
 
 

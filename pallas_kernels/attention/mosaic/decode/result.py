@@ -58,7 +58,7 @@ def _write_partials(plan: Plan, partials: Partials, block: Block, state: list[So
 
 
 def _combine(plan: Plan, partials: Partials, queries: "pl.Slice") -> Softmax:
-    """Return the softmax of some queries over the keys of all splits. partials: of this row and head."""
+    """The softmax of some queries over the keys of all splits. partials: of this row and head."""
     layout = plan.layouts.acc
     m_parts, l_parts = (list(partial_results(partials.ml, (i, queries), layout.reduce(0))) for i in (0, 1))
     m_i = functools.reduce(jnp.maximum, m_parts)

@@ -42,7 +42,7 @@ class KeyTile(NamedTuple):
 
 
 def initial_softmax(plan: Plan, queries: "pl.Slice") -> Softmax:
-    """Return the softmax of some queries over no keys."""
+    """The softmax of some queries over no keys."""
     layout, count = plan.layouts.acc, int(queries.size)
     m_i, l_i = (full((count,), value, jnp.float32, layout.reduce(0)) for value in (_MASKED, 0.0))
     return Softmax(m_i, l_i, [full((TILE_D, count), 0.0, jnp.float32, layout) for _ in plan.feature_tiles])

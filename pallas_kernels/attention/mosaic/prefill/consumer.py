@@ -138,12 +138,12 @@ def _mask(plan: Plan, bounds: Ref, rows: _Rows, i: jax.Array, scores: jax.Array)
 
 
 def _keys(plan: Plan, i: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the position of each score's key in tile i."""
+    """The position of each score's key in tile i."""
     return i * plan.tiles.tile_kv + iota(shape, 1, plgpu.Layout.WGMMA)
 
 
 def _row_positions(rows: _Rows, shape: tuple[int, ...]) -> jax.Array:
-    """Return the position of each score's query."""
+    """The position of each score's query."""
     assert rows.positions is not None  # loaded by `consume`
     return broadcast(rows.positions, shape, 0)
 

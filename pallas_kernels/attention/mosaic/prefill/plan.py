@@ -20,7 +20,7 @@ LOG2E = math.log2(math.e)
 
 
 def row_layout() -> Any:
-    """Return the layout of a vector with one number per row of an accumulator."""
+    """The layout of a vector with one number per row of an accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -43,7 +43,7 @@ class Tiles:
 
 
 def choose_tiles(tokens: int, heads: int, head_dim: int, *, int8: bool) -> Tiles:
-    """Return the tile sizes for rows of `tokens` tokens, where a tile of queries has `heads` heads."""
+    """Choose the tile sizes for rows of `tokens` tokens, where a tile of queries has `heads` heads."""
     key = f"{tokens} tokens, {heads} heads of {head_dim}{', int8' if int8 else ''}"
     if (measured := tuned("prefill_attention", key)) is not None:
         return Tiles(**measured)
@@ -199,7 +199,7 @@ def this_block(plan: Plan) -> Block:
 
 
 def key_ring(plan: Plan, bounds: Ref) -> Ring:
-    """Return the tiles of keys from the first window to the last key; there are none if all queries are padding."""
+    """The tiles of keys from the first window to the last key; there are none if all queries are padding."""
     tile_kv = plan.tiles.tile_kv
     start = 0 if plan.window is None else lax.div(jnp.maximum(bounds[0] - plan.window + 1, 0), tile_kv)
     return Ring(plan.tiles.stages, start, lax.div(bounds[2] + tile_kv, tile_kv))

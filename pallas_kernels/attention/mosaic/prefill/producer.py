@@ -131,7 +131,7 @@ def _produce_int8(
 
 
 def _page_of(plan: Plan, inputs: Inputs, s: Scratch, block: Block, i: Index, copy: int) -> tuple[Index, Index]:
-    """Return the page of one copy of tile i, or of the last copy that is needed, and the offset in it."""
+    """The page of one copy of tile i, or of the last copy that is needed, and the offset in it."""
     copy_keys = plan.copy_keys
     position = jnp.minimum(i * plan.tiles.tile_kv + copy * copy_keys, lax.div(s.bounds[2], copy_keys) * copy_keys)
     if inputs.page_table is None:
@@ -168,7 +168,7 @@ def _dequantize_tile(
 
 
 def _eight_rows_layout() -> Any:
-    """Return the layout of 8 rows of a swizzled tile: two rows per warp, four adjacent features per lane."""
+    """The layout of 8 rows of a swizzled tile: two rows per warp, four adjacent features per lane."""
     tiling = plgpu.Tiling(((8, 64), (2, 64), (4,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

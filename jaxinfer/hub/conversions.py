@@ -39,19 +39,19 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         return _local(path)
     if path.exists():
         raise CheckpointError(
-            f"{path}: a file, not a model directory; if it is a state dict in safetensors: "
+            f"{path}: a file, not a model directory; convert a state dict in safetensors with "
             "`jaxinfer convert FILE MODEL_DIR`."
         )
     if (name := HubName.parse(model)) is None:
         raise CheckpointError(
-            f"{path}: no such directory; give a model directory, a Hugging Face directory, a GGUF file, or a "
-            "repository of the hub such as Qwen/Qwen3-0.6B."
+            f"{path}: no such directory; name a model directory, a Hugging Face directory, a GGUF file, or a hub "
+            "repository such as Qwen/Qwen3-0.6B."
         )
     return _of_hub(name)
 
 
 def fetch(model: str | os.PathLike[str], out: Path | None = None) -> tuple[Path, Mapping[str, str] | None]:
-    """Return the Hugging Face directory, or the file, to convert; and where it comes from, if fetched.
+    """Fetch the Hugging Face directory, or the file, to convert; and where it comes from, if fetched.
 
     Args:
       model: the directory or the file itself, or a repository of the hub, as in `resolve`.
@@ -94,7 +94,7 @@ def _is_source(path: Path) -> bool:
 
 
 def _local(path: Path) -> Path:
-    """Return a folder itself, unless it is a Hugging Face directory: then the model that is converted from it."""
+    """A folder itself, unless it is a Hugging Face directory: then the model that is converted from it."""
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
     if not ((path / "config.json").is_file() and any(file.suffix == ".safetensors" for file in files)):
         return path  # whoever opens it says what is missing
@@ -102,7 +102,7 @@ def _local(path: Path) -> Path:
 
 
 def _converted(path: Path, name: str, files: Sequence[Path]) -> Path:
-    """Return the model that is converted from a path, again when its files have changed."""
+    """The model that is converted from a path, again when its files have changed."""
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr((str(path.resolve()), state)).encode()).hexdigest()
     from jaxinfer.models.files.conversion import convert
@@ -126,7 +126,7 @@ def _of_hub(name: HubName) -> Path:
 
 
 def _find(name: HubName) -> "Commit":
-    """Return the commit that a name means; if the hub does not answer, the one that it meant when it last did."""
+    """Find the commit that a name means; if the hub does not answer, the one that it meant when it last did."""
     from jaxinfer.hub.repository import find
 
     noted = _noted(name)
@@ -142,7 +142,7 @@ def _models() -> Path:
 
 
 def _folder(name: str, version: str) -> Path:
-    """Return the folder of a model by its name, such as ORG/NAME, and its version, such as a commit."""
+    """The folder of a model by its name, such as ORG/NAME, and its version, such as a commit."""
     return _models() / f"{name.replace('/', '--')}@{version[:12]}.{FORMAT}"
 
 
@@ -156,8 +156,8 @@ def _make(folder: Path, make: Callable[[], object]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{folder.parent}: the cache cannot be written ({error.strerror}); set JAXINFER_CACHE to a folder of "
-            "yours, or choose one: `jaxinfer convert MODEL MODEL_DIR`."
+            f"{folder.parent}: the cache cannot be written ({error.strerror}); set JAXINFER_CACHE to a writable "
+            "folder, or convert to a folder of your choice: `jaxinfer convert MODEL MODEL_DIR`."
         ) from error
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     with long_work(f"waiting for another process, which makes {folder.name}"):

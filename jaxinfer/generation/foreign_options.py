@@ -138,5 +138,5 @@ def refuses[C](others: Mapping[str, str]) -> Callable[[type[C]], type[C]]:
 
 
 def unknown_options(owner: str, unknown: Iterable[str], known: Iterable[str]) -> TypeError:
-    """Return the error of options that nobody knows."""
+    """The error of options that nobody knows."""
     return TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
