@@ -1,5 +1,6 @@
 """README is short enough to be read, and pages lead somewhere where they are read as files."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_links_are_found():
         "c.svg",
         "h/",
     }
+
+
+def test_paths_on_the_page_of_structure_exist():
+    text = (ROOT / "docs/structure.md").read_text()
+    spans = [span for span in re.findall(r"`([\w/.-]+)`", text) if span.endswith((".py", "/"))]
+    rooms = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints", "benchmarks", "tests", "docs", "examples")
+    folders = [ROOT / name for name in rooms]
+    known = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (folder, *folder.rglob("*"))]
+    assert len(spans) > 100
+    assert [span for span in spans if not any(path.endswith(f"/{span.rstrip('/')}") for path in known)] == []
 
 
 def test_readme_is_short():

@@ -82,9 +82,7 @@ def test_files_of_another_model_are_refused(model, cache):
     opened = open_model(model)
     other = write_layer_files(opened, whole=True)
     shutil.copytree(other, folder := layer_folder(opened))
-    with pytest.raises(
-        CheckpointError, match=rf"{folder.name}: has 1 layers, and the model has 2; remove .*;"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{folder.name}: has 1 layers, and the model has 2; remove .*;"):
         open_layer_files(opened)
     shutil.rmtree(folder)  # as the error says
     assert len(open_layer_files(opened).layers) == 2
