@@ -79,15 +79,17 @@ def main(args: argparse.Namespace) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=BACKBONE, help="a model directory with registered tasks")
-    parser.add_argument("--tasks", nargs="+", default=["digits", "mnist", "textures"], help="that are queried")
-    parser.add_argument("--arrivals", choices=ARRIVALS, default="bursty", help="how queries come")
-    parser.add_argument("--load", type=float, default=0.8, help="their mean rate, of the capacity at level 0")
-    parser.add_argument("--seconds", type=float, default=20, help="how long each policy serves")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="that serve")
-    parser.add_argument("--samples", type=int, default=10, help="batches of each kind that are timed first, >= 5")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "mnist", "textures"], help="tasks to query")
+    parser.add_argument("--arrivals", choices=ARRIVALS, default="bursty", help="arrival process of queries")
+    parser.add_argument("--load", type=float, default=0.8, help="mean rate, relative to the capacity at level 0")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds that each policy serves")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument(
+        "--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="to compare"
+    )
+    parser.add_argument("--samples", type=int, default=10, help="batches of each size to time first, at least 5")
     parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
-    parser.add_argument("--max-batch", type=int, default=64, help="images that are classified at once")
+    parser.add_argument("--max-batch", type=int, default=64, help="largest number of images in a batch")
     parser.add_argument("--out", type=Path, default=Path("elastic_runs"), help="the folder of runs and the report")
     return parser.parse_args(argv)
 

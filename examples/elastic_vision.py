@@ -83,11 +83,11 @@ def main(args: argparse.Namespace) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=BACKBONE, help="a model directory of a vision transformer")
-    parser.add_argument("--repository", type=Path, help="where tasks are kept (default: nowhere)")
+    parser.add_argument("--repository", type=Path, help="folder to keep tasks in (default: do not keep them)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "textures"], help="data sets, or folders of images")
-    parser.add_argument("--prompts", nargs="*", type=int, default=[2, 8], help="numbers of prompts, each a level")
+    parser.add_argument("--prompts", nargs="*", type=int, default=[2, 8], help="numbers of prompts; each is a level")
     parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
-    parser.add_argument("--max-batch", type=int, default=64, help="images that are classified at once")
+    parser.add_argument("--max-batch", type=int, default=64, help="largest number of images in a batch")
     parser.add_argument("--steps", type=int, default=600, help="training steps of each number of prompts")
     return parser.parse_args(argv)
 

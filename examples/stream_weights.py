@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="examples/demo_model", help="a model directory")
     parser.add_argument("--weights", default="disk", help="host, disk or auto")
-    parser.add_argument("--device-memory", help="how much the model may take, such as 12GiB")
+    parser.add_argument("--device-memory", help="limit of device memory, such as 12GiB")
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
     run(args.model, args.weights, args.device_memory, args.max_tokens)

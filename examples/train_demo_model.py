@@ -529,14 +529,14 @@ def parse(argv: list[str] | None = None, description: str | None = __doc__, **de
         "--minutes",
         type=float,
         default=90,
-        help="of training, over all runs; sets the learning rate",
+        help="minutes of training over all runs; sets the learning rate",
     )
     parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier; 0 only exports and evaluates")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="its maximum")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="maximum learning rate")
     parser.add_argument("--save-minutes", type=float, default=5)
-    parser.add_argument("--log-every", type=int, default=20, help="steps")
+    parser.add_argument("--log-every", type=int, default=20, help="steps between log lines")
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir.absolute()  # Orbax asks for it

@@ -218,9 +218,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=12, help="of training; sets the learning rate")
     parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="its maximum")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="maximum learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is drawn")
-    parser.add_argument("--log-every", type=int, default=200, help="steps")
+    parser.add_argument("--log-every", type=int, default=200, help="steps between log lines")
     parser.add_argument("--prompt-steps", type=int, default=600, help="training steps of each number of prompts")
     return parser.parse_args(argv)
 
