@@ -32,17 +32,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OrbaxFolder | SingleFile:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a model directory: what is written last is there."""
+    """Return whether a folder holds a complete model directory."""
     return any((pathlib.Path(path) / name).is_file() for name in (MANIFEST, SINGLE_FILE))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a model directory, after checking that everything is there with its size."""
+    """Read the manifest of a model directory, and check that every file exists with its size."""
     return open_checkpoint(path).manifest
 
 
 def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda done: None) -> Manifest:
-    """Check the sha256 of everything; the error names all that differ. `progress` receives the bytes just read."""
+    """Check the sha256 of every file; the error names all that differ. `progress` receives the bytes just read."""
     checkpoint = open_checkpoint(path)
     files = checkpoint.manifest.files.items()
     if wrong := [name for name, file in files if checkpoint.sha256(name, progress) != file.sha256]:
@@ -51,7 +51,7 @@ def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] =
 
 
 def read_file(path: str | os.PathLike[str], name: str) -> bytes | None:
-    """Read the content of a file beside the weights, such as `config.json`, or None if there is none."""
+    """Read a file next to the weights, such as `config.json`; None if it does not exist."""
     path = pathlib.Path(path)
     if (path / SINGLE_FILE).is_file():
         text = SingleFile(path).texts.get(name)

@@ -48,7 +48,7 @@ def stream(
     takes: Callable[[str, Leaf], Takes] | None = None,
     mesh_of: Callable[[str], Mesh | None] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yield weights one after the other, for a caller that converts each and drops the original.
+    """Yield weights one at a time, so that a caller can convert each and drop the original.
 
     Args:
       path: a model directory.

@@ -579,12 +579,8 @@ def run(folder: Path, sizes: Sizes, console: Console) -> tuple[dict[str, Outcome
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=cache_folder() / "circuit-board", help="folder of the experts"
-    )
-    parser.add_argument(
-        "--types", type=int, default=Sizes.types, help="component types, each with a classifier"
-    )
+    parser.add_argument("--folder", type=Path, default=cache_folder() / "circuit-board", help="folder of the experts")
+    parser.add_argument("--types", type=int, default=Sizes.types, help="component types, each with a classifier")
     parser.add_argument("--images", type=int, default=Sizes.images)
     args = parser.parse_args()
     try:

@@ -84,9 +84,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--load", type=float, default=0.8, help="mean rate, relative to the capacity at level 0")
     parser.add_argument("--seconds", type=float, default=20, help="seconds that each policy serves")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
-    parser.add_argument(
-        "--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="to compare"
-    )
+    parser.add_argument("--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="to compare")
     parser.add_argument("--samples", type=int, default=10, help="batches of each size to time first, at least 5")
     parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
     parser.add_argument("--max-batch", type=int, default=64, help="largest number of images in a batch")

@@ -16,7 +16,7 @@ from jaxinfer.sharding.rules import MESH_AXES, ShardingRules
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ways each kind of parallelism splits the devices.
+    """The number of devices along each axis of the mesh.
 
     Attributes:
       data: lanes, each serving a part of the requests with a copy of the model; the experts of a mixture are shared out

@@ -227,12 +227,12 @@ class Service(Closeable):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels, ascending, whether their programs are compiled yet or not."""
+        """All levels, ascending, compiled or not."""
         return self._programs.levels
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that batches are padded to, ascending, whether their programs are compiled yet or not."""
+        """All padded batch sizes, ascending, compiled or not."""
         return self._programs.sizes
 
     @property
@@ -246,11 +246,11 @@ class Service(Closeable):
         return dict(self._tasks)
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """A level's adaptation of each layer. Raises LevelError for one that there is not."""
+        """A level's token adaptation. Raises LevelError for an unknown level."""
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
-        """A task. Raises UnknownTaskError, or ElasticError for one that is refused."""
+        """A task by its name. Raises UnknownTaskError, or ElasticError for a refused one."""
         name = check("task", name, str)
         if (why := self.refused.get(name)) is not None:
             raise ElasticError(f"task {name!r} is not served: {why}") from why
@@ -343,14 +343,14 @@ class Service(Closeable):
 
     @property
     def shared_levels(self) -> tuple[int, ...]:
-        """The levels that all tasks have, ascending: those of queries."""
+        """The levels that all tasks share, ascending; queries use these."""
         return tuple(self._shared_levels(self._tasks))
 
     def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
         return [n for n in self.levels if n <= 0 or all(n in task.prompts for task in tasks.values())]
 
     def make_query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> "Future[Answer]":
-        """Classify an image within a time, at a level that is chosen when it runs (OTAS's Make_Query).
+        """Classify an image before a deadline; the level is chosen when it runs (OTAS's Make_Query).
 
         The first query waits until one level can answer, if `start` was not called, and other levels are compiled in
         the background: levels are chosen among those that are there.
@@ -372,11 +372,11 @@ class Service(Closeable):
         return self._started().serve(task, pixels[0].copy(), latency=latency, utility=utility, owner=self)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
-        """Classify an image as `make_query` does, in a coroutine; cancelling it withdraws the query."""
+        """Classify an image like `make_query`, in a coroutine. Cancelling it withdraws the query."""
         return await asyncio.wrap_future(self.make_query(image, task, latency=latency, utility=utility))
 
     def start(self) -> None:
-        """Get ready to answer queries at all levels: compile all that is not, and run every program once.
+        """Prepare to serve all levels: compile the missing programs and run each program once.
 
         Without it the first query comes sooner, and those that follow it have fewer levels for a while. Raises
         ProfileError for what was not measured, or has changed since, before it compiles; else as `compile_ahead`.
@@ -389,7 +389,7 @@ class Service(Closeable):
             self._replan()
 
     def compile_ahead(self, levels: Sequence[int] | None = None) -> None:
-        """Compile all programs that are not yet, rather than when they are needed.
+        """Compile the missing programs now instead of when they are needed.
 
         Args:
           levels: the levels to compile; None: all.
@@ -563,7 +563,7 @@ class Service(Closeable):
         new_version: bool = False,
         progress: ProgressOption = None,
     ) -> Task:
-        """Train a head and prompts for a task, profile it, keep it in the repository, and begin to serve it.
+        """Train a head and prompts for a task, profile it, store it in the repository, and serve it.
 
         Args:
           name: the task's name.
@@ -608,7 +608,7 @@ class Service(Closeable):
             return self._install(task, validation)
 
     def profile(self, name: str, validation: Dataset) -> Task:
-        """Measure a task's accuracy at all levels anew, and keep it as a new version.
+        """Measure a task's accuracy at all levels again, and keep it as a new version.
 
         Latency is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
 

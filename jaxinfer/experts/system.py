@@ -32,7 +32,7 @@ IN_FLIGHT = 1024
 
 
 class System(OpenedSystem, Closeable):
-    """Experts that judge inputs together, in less memory than they take.
+    """A system of expert models that share less memory than they need together (CoServe).
 
     Experts with the same shapes share their programs. Costs are measured once per architecture and device, and kept.
 
@@ -85,7 +85,7 @@ class System(OpenedSystem, Closeable):
     # -- for users --
 
     def submit(self, kind: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
-        """Have an input judged; return at once.
+        """Submit an input and return a future at once.
 
         Args:
           kind: the name of one of the config's inputs.
@@ -161,11 +161,11 @@ class System(OpenedSystem, Closeable):
             return failed
 
     def retry(self, expert: str) -> None:
-        """Allow an expert that failed to load to be loaded again at once, as after its checkpoint was repaired."""
+        """Load a failed expert again at once, such as after its checkpoint was repaired."""
         self._decider.retry(self.graph.require(expert).name)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Close the system, as `Closeable` says: what has begun may end; inputs are refused meanwhile."""
+        """Close the system (see `Closeable`). Running requests may finish; new inputs are refused."""
         try:
             self._decider.loop.close(drain=drain, timeout=timeout)
         finally:

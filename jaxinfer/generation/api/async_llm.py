@@ -75,7 +75,7 @@ class AsyncLLM(EngineHolder):
         sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """Tokenise and check a prompt; other methods take the request, whose `request_id` is known, in its place.
+        """Tokenise and check a prompt. Pass the request, with its `request_id`, instead of the prompt.
 
         Args:
           prompt: the prompt.
@@ -94,7 +94,7 @@ class AsyncLLM(EngineHolder):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> "OutputStream":
-        """Continue a prompt: `async for` its outputs or pieces of its text, or await the final output.
+        """Generate a continuation. Iterate over outputs or text with `async for`, or await the final output.
 
         A `request_id` names the request for `abort` and in its outputs; no other in flight may have it.
 
@@ -112,7 +112,7 @@ class AsyncLLM(EngineHolder):
         request_id: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> "OutputStream":
-        """Answer a conversation as `LLM.chat` does, streamed as by `generate`.
+        """Generate the next message like `LLM.chat`, streamed like `generate`.
 
         Raises ValueError at once for an invalid conversation; when the stream is read, for one that the chat template
         cannot take.
@@ -123,7 +123,7 @@ class AsyncLLM(EngineHolder):
         )
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Compute the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
+        """Embed texts like `LLM.embed` or `Embedder.embed`: vectors of length 1, float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
@@ -200,7 +200,7 @@ class AsyncLLM(EngineHolder):
         *,
         block: bool = True,
     ) -> Future[Any]:
-        """Continue a prompt, or with PoolingParams embed it, from any thread; cancelling the future gives it up.
+        """Generate, or embed with PoolingParams, from any thread. Cancel the future to cancel.
 
         While `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
         `generate` instead.
@@ -211,24 +211,24 @@ class AsyncLLM(EngineHolder):
         return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:
-        """Give up a request that has not ended, from any thread: it ends as it is, with FinishReason.ABORT."""
+        """Cancel a request from any thread. It ends with the tokens it has and FinishReason.ABORT."""
         if (ticket := self._loop.find(request_id)) is not None:
             self._loop.cancel(ticket)
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have not ended: in flight, or waiting for one of those to end."""
+        """The number of unfinished requests, running or waiting."""
         return self._loop.num_tickets
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: not after `close`, nor if the engine's thread has died."""
+        """Whether the engine accepts requests: False after `close`, or if the engine's thread died."""
         return self._loop.is_running
 
     # The end
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """Take no more requests, end the engine's thread and give back all memory; may be called again.
+        """Refuse new requests, end the engine's thread and free all memory. May be called repeatedly.
 
         Requests in flight end with ClosedError: at once, or with `drain` only those that need more than `timeout`
         seconds. In a coroutine, `async with` closes without blocking the event loop.

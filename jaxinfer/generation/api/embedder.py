@@ -76,7 +76,7 @@ class Embedder(EngineHolder):
     def embed(
         self, inputs: Prompt | AnyImage | Sequence[Prompt] | Sequence[AnyImage], *, adapter: str | None = None
     ) -> np.ndarray:
-        """Compute the vectors of one or several texts or images, of length 1: float32 [inputs, D].
+        """Embed one or several texts or images: vectors of length 1, float32 [inputs, D].
 
         Args:
           inputs: texts or token ids; for a vision transformer images: uint8 [H, W, 3] (RGB) of any size, images of

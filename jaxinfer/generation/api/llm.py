@@ -93,7 +93,7 @@ class LLM(EngineHolder):
 
     @property
     def memory(self) -> MemoryPlan:
-        """How memory is divided."""
+        """The planned division of device memory."""
         memory = super().memory
         assert memory is not None, "a decoder has a cache"
         return memory
@@ -101,7 +101,7 @@ class LLM(EngineHolder):
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> Request:
-        """Tokenise and check a prompt once; `generate` and `stream` take the request in its place.
+        """Tokenise and check a prompt once. Pass the request to `generate` or `stream` instead of the prompt.
 
         Args:
           prompt: the prompt.
@@ -115,7 +115,7 @@ class LLM(EngineHolder):
     def generate(
         self, prompts: Prompt | Request | Sequence[Prompt | Request], sampling_params: Params | None = None
     ) -> list[RequestOutput]:
-        """Continue every prompt; results in the order of the prompts.
+        """Generate a continuation of each prompt. Results are in the order of the prompts.
 
         Args:
           prompts: one or several prompts, each a text, a list of token ids, or a request from `prepare`.
@@ -137,7 +137,7 @@ class LLM(EngineHolder):
         *,
         max_passes: int = 4,
     ) -> Generator[RequestOutput]:
-        """Continue every prompt as `generate` does, yielding a request's output so far each time it grows.
+        """Generate like `generate`, and yield a request's output so far each time it grows.
 
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
@@ -152,7 +152,7 @@ class LLM(EngineHolder):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
     ) -> list[BeamSearchOutput]:
-        """Search for the likeliest continuations of every prompt; results in the order of the prompts.
+        """Find the likeliest continuations of each prompt. Results are in the order of the prompts.
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
@@ -160,7 +160,7 @@ class LLM(EngineHolder):
             return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Compute the mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
+        """Embed texts: the mean of the last hidden vectors, normalised to length 1. float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
@@ -170,7 +170,7 @@ class LLM(EngineHolder):
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput:
-        """Answer a conversation ({"role", "content"} messages) through the model's chat template.
+        """Generate the next message of a conversation ({"role", "content"} messages) by the chat template.
 
         Args:
           messages: the conversation.

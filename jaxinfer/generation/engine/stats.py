@@ -106,12 +106,12 @@ class EngineStats:
 
     @property
     def cache_hit_rate(self) -> float:
-        """The share of prompt tokens that were in the cache, from 0 to 1."""
+        """The share of prompt tokens found in the prefix cache, from 0 to 1."""
         return _share(self.cached_tokens, self.prompt_tokens)
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of suggested tokens that were right, from 0 to 1."""
+        """The share of speculative tokens that were accepted, from 0 to 1."""
         return _share(self.accepted_tokens, self.draft_tokens)
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PromptMode(enum.StrEnum):
-    """The fate of a layer's prompts in the next layer."""
+    """Whether the next layer replaces a layer's prompts or adds its own."""
 
     REPLACE = "replace"  # the next layer's take their places (VPT-deep, arXiv:2203.12119)
     ACCUMULATE = "accumulate"  # they stay, and the next layer's are added (OTAS)
