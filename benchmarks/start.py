@@ -71,7 +71,7 @@ def write_images(folder: Path) -> list[Path]:
 
 
 def classify(images: list[Path], cache: Path) -> float:
-    """Compute the seconds of `jaxinfer elastic classify` of these images."""
+    """Measure the seconds of `jaxinfer elastic classify` for these images."""
     start = time.perf_counter()
     subprocess.run(
         [JAXINFER, "elastic", "classify", VIT, *images, "--task", "digits"],

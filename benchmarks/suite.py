@@ -74,7 +74,7 @@ def calibrate() -> None:
 
 
 def calibration() -> float:
-    """Compute the CPU seconds of a calibration."""
+    """Measure the CPU seconds of a calibration."""
     command = [sys.executable, "-c", "from benchmarks.suite import calibrate; calibrate()"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": CALIBRATION_FLAGS}
     begin = cpu_seconds()

@@ -287,7 +287,7 @@ class Staging:
         self._late: list[tuple[np.ndarray, list[InterruptibleFuture[Any]]]] = []
 
     def take(self, size: int) -> np.ndarray:
-        """Compute a buffer of exactly this size; what was in it is undefined.
+        """Allocate a buffer of exactly this size, with undefined content.
 
         Waits at most `TAKE_SECONDS` for one that is read to, before it makes one.
         """

@@ -153,7 +153,7 @@ def measure(call: Call, *, rounds: int = 5, seconds: float = 0.05) -> dict[str, 
 
 
 def _time(program: Any, args: Sequence[Any], seconds: float) -> float:
-    """Compute the seconds of a call, from as many as take this long together."""
+    """Measure the seconds of a call, from as many as take this long together."""
     calls, begin = 0, time.perf_counter()
     while (taken := time.perf_counter() - begin) < seconds:
         jax.block_until_ready(program(*args))

@@ -92,7 +92,7 @@ def quantize(matrix: jax.Array, fmt: QuantizedFormat) -> Weights:
 
 
 def dequantize(weights: Weights, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Dequantise the float matrices [..., N, K] that the weights represent, rounded to `dtype` at the end."""
+    """Dequantise weights to float matrices [..., N, K], rounded to `dtype` at the end."""
     weight, scale = weights
     if scale is None:
         return weight.astype(dtype)

@@ -102,7 +102,7 @@ def local_index(index: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def local_part(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
-    """Compute this device's part of a dimension of an array that all devices have whole."""
+    """Slice this device's part from a dimension of which all devices have everything."""
     parts = axis_size(axis)
     if parts == 1:
         return x

@@ -325,7 +325,7 @@ def _generation(micro_batch: int, number: int) -> Job:
 
 
 def _tokens_within(share: float, prompt_tokens: int, per_token: float, per_pair: float) -> float:
-    """Compute the tokens, not whole, that take a share of what the whole prompt takes."""
+    """Compute the number of tokens, a fraction, that take a share of the prompt's time."""
     time = share * (per_token * prompt_tokens + per_pair * prompt_tokens**2 / 2)
     # The positive root of per_token * x + per_pair * x² / 2 = time, in the form that holds without per_pair.
     return 2 * time / (per_token + math.sqrt(per_token**2 + 2 * per_pair * time)) if time else 0.0

@@ -169,7 +169,7 @@ def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: 
 
 
 def _execution(run: dict[str, Any]) -> float:
-    """Compute the seconds of a classifier's batch of one."""
+    """Measure the seconds of a classifier's batch of one."""
     return _classifier(run)["k"] + _classifier(run)["b"]
 
 

@@ -119,7 +119,7 @@ class InstantDecoder(InstantExecutor):
         return PassResult("instant", sizes.bucket, sizes, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Collect the same token for every row."""
+        """Return the same token for every row."""
         return StepOutput(outputs=step.output.read(step.batch, step.output.output))
 
 

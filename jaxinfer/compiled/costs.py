@@ -136,7 +136,7 @@ class Cost:
 
 
 def _bin(seconds: float) -> int:
-    """Compute the histogram bin of a call that takes this long."""
+    """Find the histogram bin of a call that takes this long."""
     return round(math.log(seconds) / _LOG_RESOLUTION)
 
 

@@ -296,7 +296,7 @@ def _times(library: Library, dtype: str, rows: int) -> tuple[list[float], list[f
 
 
 def _time(program: Callable[..., Any], x: jax.Array, in_turn: Iterator[Weights]) -> float:
-    """Compute the seconds of a product, from as many as take `TURN_SECONDS`."""
+    """Measure the seconds of a product, from as many as take `TURN_SECONDS`."""
     calls, begin = 0, time.perf_counter()
     while (taken := time.perf_counter() - begin) < TURN_SECONDS:
         jax.block_until_ready(program(x, next(in_turn)))

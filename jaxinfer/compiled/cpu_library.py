@@ -252,7 +252,7 @@ class _Maker:
         return self._loaded(record)
 
     def make(self) -> LibraryState:
-        """Make the library, or why there is none; compile it in this process if it is not kept, or failed before.
+        """Return the library, or why there is none. Compile it here if it is not kept, or failed before.
 
         Raises OSError if nothing can be kept, or another process makes it for too long.
         """

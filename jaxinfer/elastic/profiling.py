@@ -82,7 +82,7 @@ def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[
 def profile_accuracy(
     programs: LevelPrograms, task: Task, validation: Dataset, weights: str
 ) -> dict[str, LevelAccuracy]:
-    """Measure a task's accuracy at all levels that it has; return it by `level_key`.
+    """Measure a task's accuracy at each of its levels, by `level_key`.
 
     Args:
       programs: the programs of the levels.

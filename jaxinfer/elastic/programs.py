@@ -167,7 +167,7 @@ class LevelPrograms:
         raise LevelError(f"level {level} is not compiled for {count} images.")
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """A level's adaptation. Raises LevelError for one that there is not."""
+        """A level's adaptation. Raises LevelError for an unknown level."""
         if level not in self._levels:
             raise LevelError(f"there is no level {level}; levels: {', '.join(map(str, self.levels))}.")
         return self._levels[level].adaptation

@@ -136,7 +136,7 @@ class OpenedSystem:
         return sum(len(list(programs.cache)) for programs in self._programs.values())
 
     def measure(self, *, remeasure: bool = False) -> Profiles:
-        """Measure the experts' costs from the record; measure those that are missing (`remeasure`: all)."""
+        """Read the experts' costs from the record, and measure the missing ones (`remeasure`: all)."""
         return {key: measured.profile for key, measured in self.measured(remeasure=remeasure).items()}
 
     def measured(self, *, remeasure: bool = False) -> dict[tuple[str, str], Measured]:

@@ -24,7 +24,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Self | None:
-        """Parse the repository that is written so; None for what can only be a path.
+        """Parse a repository's name; None for a string that can only be a path.
 
         >>> HubName.parse("Qwen/Qwen3-0.6B@main")
         HubName(repository='Qwen/Qwen3-0.6B', revision='main')

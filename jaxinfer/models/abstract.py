@@ -55,12 +55,12 @@ def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Ar
 
 
 def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
-    """Merge the model with these leaves, in the order of `describe_leaves`."""
+    """Build the model from these leaves, in the order of `describe_leaves`."""
     return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
 
 
 def merge_parts(config: ModelConfig, weights: WeightFormat, parts: Mapping[str, jax.Array]) -> Any:
-    """Merge the model with these leaves by name, and shapes alone in place of the others."""
+    """Build the model from these leaves by name, with shapes in place of the others."""
     graph, state = split_model(config, weights)
     leaves = [parts.get(name, leaf) for name, leaf in zip(variables(state), jax.tree.leaves(state), strict=True)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))

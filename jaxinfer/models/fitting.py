@@ -67,7 +67,7 @@ class Fitting:
         return self.takes.get(linear, self.takes.get(linear.rpartition(".")[2]))
 
     def take(self, linear: str, array: np.ndarray, dim: int) -> np.ndarray:
-        """Compute the fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
+        """Fit an array on the host; `dim` is the dimension in which its linear is split."""
         if (take := self._take(linear)) is None:
             return array
         shape = [1] * array.ndim
@@ -280,7 +280,7 @@ def _features(heads: np.ndarray, head_dim: int) -> Take:
 
 
 def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
-    """Fit the least width of at least `size` inputs that divides."""
+    """The least width of at least `size` inputs that divides."""
     fitted = _least_that_fits(size, _round_up(size, ways), ways, ways, weights)
     if fitted is None:
         raise ValueError(_never_fits("mlp.down", size))

@@ -60,7 +60,7 @@ class Stages:
         return tuple(layer is not None for layer in self.at(position))
 
     def example(self, position: int) -> int:
-        """Compute a layer of the model of the kind that a position has."""
+        """The index of a layer of the kind that a position has."""
         return next(layer for layer in self.at(position) if layer is not None)
 
     @functools.cache  # noqa: B019  # stages are few, and are kept by `divide` anyway

@@ -25,7 +25,7 @@ def product_of_patches(x: jax.Array, weight: jax.Array, *, stride: int, padding:
 
 
 def _patches(x: jax.Array, size: int, stride: int) -> jax.Array:
-    """Compute the content of each window of size x size, as kernels are ordered.
+    """Gather the content of each window of size x size, in the order of the kernels.
 
     [B, H, W, C] -> [B, H', W', size * size * C].
     """

@@ -35,5 +35,5 @@ def activation_number(name: str | None) -> np.int32:
 
 
 def or_empty(x: jax.Array | None) -> jax.Array:
-    """Compute an optional argument: an empty array if there is none."""
+    """Return the argument, or an empty array for None."""
     return jnp.zeros(0, jnp.float32) if x is None else x

@@ -78,7 +78,7 @@ def finite(logits: jax.Array) -> jax.Array:
 
 
 def sort_choices(experts: jax.Array, weights: jax.Array, kept: jax.Array | None, num_experts: int) -> Routing:
-    """Sort the routing of choices that are made: a row for each that is kept, sorted by expert.
+    """Compute the routing of choices: a row for each kept one, sorted by expert.
 
     Args:
       experts: int32 [N, k], in 0..num_experts - 1 where the choice is kept.

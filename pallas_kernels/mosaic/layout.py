@@ -34,7 +34,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
 
 
 def broadcast(vector: jax.Array, shape: tuple[int, ...], axis: int, layout: Any = None) -> jax.Array:
-    """Compute a matrix of this shape with the vector along `axis`, repeated along the other.
+    """Broadcast the vector along `axis` to a matrix of this shape.
 
     layout: the matrix's, for kernels whose layouts Mosaic does not infer (`LoweringSemantics.Lane`).
     """

@@ -23,7 +23,7 @@ class Ring(NamedTuple):
     in_use: int = 0  # stages before a tile's that an asynchronous wgmma may still read when they would be refilled
 
     def stage(self, tile: Index) -> jax.Array:
-        """Compute the stage of a tile."""
+        """The pipeline stage of a tile."""
         return lax.rem(tile - self.start, self.stages)
 
     def fill(self, fetch: _Fetch) -> None:

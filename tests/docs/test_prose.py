@@ -79,7 +79,7 @@ def docstrings():
 
 
 def test_docstrings_say_more_than_the_name():
-    """A docstring whose words are those of the name, and few besides, says nothing."""
+    """A docstring that only repeats the name says nothing."""
     little = {"a", "an", "the", "of", "to", "return", "returns", "this", "its", "and", "in", "for"}
     repeated = [
         f"{place} {name}: {line}"

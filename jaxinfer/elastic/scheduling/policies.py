@@ -323,7 +323,7 @@ class Paper(_ByProfile):
         return levels
 
     def _level_for(self, rate: float) -> int:
-        """Compute the level for a rate: Algorithm 3's f."""
+        """Choose the level for a rate: Algorithm 3's f."""
         profile = self.profile
         if self._profiled:
             enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]

@@ -164,7 +164,7 @@ class TaskRepository:
         )
 
     def next_version(self, name: str, *, new_version: bool) -> int:
-        """Compute the next version of a task. Raises TaskExistsError for a second one unless `new_version`."""
+        """Choose the next version of a task. Raises TaskExistsError for a second one unless `new_version`."""
         check_name(name)
         versions = self._versions(self.folder / name)
         if versions and not new_version:

@@ -97,7 +97,7 @@ class ExpertKind(Protocol):
         ...
 
     def check(self, payload: Any) -> np.ndarray:
-        """Compute the input as it goes into a batch. Raises InvalidInputError."""
+        """Prepare an input for a batch. Raises InvalidInputError."""
         ...
 
     @staticmethod

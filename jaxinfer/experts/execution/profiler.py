@@ -55,7 +55,7 @@ def measure(
     beside: int = 1,
     remeasure: bool = False,
 ) -> Measured:
-    """Measure the profile of an architecture on a device from the record of costs; measure what is missing.
+    """Read an architecture's profile on a device from the record of costs, and measure missing parts.
 
     Args:
       programs: the architecture's programs on the device.

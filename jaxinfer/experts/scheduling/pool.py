@@ -68,7 +68,7 @@ class ModelPool:
         return name in self._residents and name not in self.loading
 
     def load_order(self, name: str) -> int:
-        """Load a number that is larger for an expert that was loaded later."""
+        """A number that grows with each load: experts loaded later have larger ones."""
         return self._loads[name]
 
     def victims(self, size: int) -> list[str] | None:

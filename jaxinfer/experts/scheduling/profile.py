@@ -56,7 +56,7 @@ class Profile:
             raise ProfileError(f"activation_bytes must be at least 0, got {self.activation_bytes}.")
 
     def load_seconds(self, tier: Tier) -> float:
-        """Compute the seconds to load an expert from a tier; those of the disk where the tier's are unknown."""
+        """The seconds to load an expert from a tier; those of the disk if the tier's are unknown."""
         return self.load.get(tier, self.load["disk"])
 
     def padded(self, batch: int) -> int:

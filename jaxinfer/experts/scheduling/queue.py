@@ -92,7 +92,7 @@ class ExecutorQueue:
         return self._groups
 
     def count(self, expert: str) -> int:
-        """Count the number of requests that wait for an expert."""
+        """Count the requests that wait for an expert."""
         return self._counts[expert]
 
     def experts(self) -> list[str]:

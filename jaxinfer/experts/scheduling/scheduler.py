@@ -216,7 +216,7 @@ class Scheduler:
     # -- beginnings --
 
     def poll(self, now: float) -> list[Action]:
-        """The actions to begin now; `Load`s and `Batch`es count as under way from here on."""
+        """Decide the actions to begin now; `Load`s and `Batch`es count as running from then on."""
         actions: list[Action] = [*self._expire(now)]
         if self._settled:
             return actions

@@ -92,7 +92,7 @@ class SharedConfig:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
     def _plain(self, name: str, kind: type[int]) -> int:
-        """Compute a field's value as Python's int or bool; numpy's types are accepted, since they mean the same."""
+        """Convert a field's value to Python's int or bool; numpy's types are accepted, since they mean the same."""
         value = getattr(self, name)
         is_bool = isinstance(value, bool | np.bool_)
         if kind is bool:

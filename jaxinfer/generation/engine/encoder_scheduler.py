@@ -43,7 +43,7 @@ class EncoderScheduler:
         return self._waiting[self._buckets.length(sequence)]
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next batch, of one pass: a prompt needs no more."""
+        """Schedule the next batch, of one pass: a prompt needs no more."""
         firsts = [queue.first for queue in self._waiting.values() if queue.first is not None]
         if not firsts:
             return Batch()

@@ -60,7 +60,7 @@ class LaneScheduler:
         return [sequence for lane in self.lanes for sequence in lane.sequences]
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next step of all lanes; max_passes: the most passes of a decode step, as for one lane."""
+        """Schedule the next step of all lanes. max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
         steps = self._prepare()
         chosen = choose_passes(self.lanes, steps, max_passes)

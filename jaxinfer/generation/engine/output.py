@@ -109,7 +109,7 @@ def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None
 
 
 def _sum(load: ExpertLoad | None, more: ExpertLoad | None) -> ExpertLoad | None:
-    """Sum a new sum: a view in another thread may have the old one."""
+    """Add up into a new object: a view in another thread may have the old one."""
     return more if load is None or more is None else load + more
 
 

@@ -53,7 +53,7 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next step; an empty one if all wait for the steps in flight, or nothing is left."""
+        """Schedule the next step; it is empty if all wait for the steps in flight, or nothing is left."""
         ...
 
     def commit(self, batch: Batch, output: StepOutput) -> None:

@@ -186,7 +186,7 @@ class DecoderScheduler:
     # A step
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next step.
+        """Schedule the next step.
 
         Decoding sequences come first, which may preempt others; then chunks of running prompts, and of prompts that can
         be admitted as long as the step has room for chunks.
@@ -274,7 +274,7 @@ class DecoderScheduler:
         return () if self._adapters is None else self._adapters.take_uploads()
 
     def _decoding(self) -> list[Allocation]:
-        """All that decode, with a page for their next token; preempts the last in order if needed."""
+        """Give each decoding sequence a page for its next token, and return them; preempt the last if needed."""
         decoding = []
         for allocation in sorted(self.running, key=_order):
             if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:

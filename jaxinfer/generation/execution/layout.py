@@ -269,7 +269,7 @@ class DeviceLayout:
         ]
 
     def _example(self, position: int) -> int:
-        """Compute a layer of the model whose sizes those at a position have."""
+        """The index of a layer with the sizes of those at a position."""
         return position if self.stages is None else self.stages.example(position)
 
     def one_adapter(self) -> list[LayerAdapters]:

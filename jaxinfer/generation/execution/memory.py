@@ -147,7 +147,7 @@ def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
 
 
 def read_adapter_bytes(config: SharedConfig) -> int:
-    """Read the bytes of the host's memory that adapters that were read may take."""
+    """The limit of host memory for adapters, in bytes."""
     return config.adapter_bytes if isinstance(config, EngineConfig) and config.max_adapters else 0
 
 

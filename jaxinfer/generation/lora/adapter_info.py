@@ -96,11 +96,11 @@ class AdapterInfo:
         return max((self.base_rank, *self.rank_pattern.values()))
 
     def rank_of(self, module: str) -> int:
-        """Compute the rank of one module, by its name in the adapted model."""
+        """The rank of one module, by its name in the adapted model."""
         return _first_match(self.rank_pattern, module, self.base_rank)
 
     def scale_of(self, module: str) -> float:
-        """Compute the factor of one module's delta."""
+        """The factor of one module's delta."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 

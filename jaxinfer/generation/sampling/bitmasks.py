@@ -11,7 +11,7 @@ def bitmask_words(vocab: int) -> int:
 
 
 def bitmask_of(tokens: Collection[int], vocab: int) -> np.ndarray:
-    """Compute the bitmask of these tokens alone."""
+    """Make a bitmask of these tokens only."""
     flags = np.zeros(32 * bitmask_words(vocab), bool)
     flags[list(tokens)] = True
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)

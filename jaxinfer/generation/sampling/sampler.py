@@ -74,7 +74,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def _float_of(keys: jax.Array) -> jax.Array:
-    """Compute the floats whose `_ordered_bits` these are."""
+    """Convert `_ordered_bits` back to floats."""
     return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
 
 

@@ -14,7 +14,7 @@ from jaxinfer.sharding.collectives import all_gather, axis_size, local_part, loc
 
 
 def local_bitmask(bitmask: jax.Array, size: int) -> jax.Array:
-    """Compute this device's words of uint32 [B, words], for the `size` tokens that each device has."""
+    """Slice this device's words of uint32 [B, words], for the `size` tokens that each device has."""
     if (parts := axis_size("vocab")) == 1:
         return bitmask
     words = parts * size // TOKENS_PER_WORD

@@ -126,7 +126,7 @@ class Fields:
         return value[0]
 
     def integer(self, *names: str, default: int | None = None, least: int | None = None) -> int:
-        """Compute a whole number, of at least `least`; required if there is no default."""
+        """Read an integer of at least `least`; required if there is no default."""
         value = self._get(int, names, default)
         if least is not None and value < least:
             raise ValueError(f"{self.file}: {names[0]}={value} must be >= {least}; correct it.")

@@ -140,7 +140,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def only(tensor: np.ndarray) -> np.ndarray:
-    """Compute the tensor as it is."""
+    """Return the tensor unchanged."""
     return tensor
 
 

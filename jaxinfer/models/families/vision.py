@@ -75,7 +75,7 @@ def labels_by_head(fields: Fields, heads: tuple[str, ...], backbones: tuple[str,
 
 
 def outputs_of(shapes: Mapping[str, Shape], name: str) -> int:
-    """Compute the outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
+    """Read the outputs of a convolution or linear from its weight's shape. Raises ValueError if there is none."""
     if not shapes.get(name):
         raise ValueError(f"The tensor {name} is missing; use the whole state dict of a model that is implemented.")
     return shapes[name][0]

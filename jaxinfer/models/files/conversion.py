@@ -299,7 +299,7 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
 
 
 def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise the quantised matrix and its scales, computed on the CPU one block of rows at a time."""
+    """Quantise a matrix on the CPU, one block of rows at a time; returns it with its scales."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
     with jax.default_device(host_device()):
         blocks = [quantize_matrix(matrix[first : first + rows], quantized) for first in range(0, len(matrix), rows)]

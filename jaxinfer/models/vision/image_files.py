@@ -53,7 +53,7 @@ def read_image(path: str | Path) -> np.ndarray:
 
 
 def pixels_of(image: AnyImage) -> np.ndarray:
-    """Compute an image's pixels, uint8 [H, W, 3]. Raises ValueError for what is no such image."""
+    """Convert an image to pixels, uint8 [H, W, 3]. Raises ValueError for anything else."""
     if isinstance(image, str | Path):
         return read_image(image)
     if is_pillow(image):

@@ -46,7 +46,7 @@ def check_images(images: jax.Array) -> None:
 
 
 def preprocessed(images: jax.Array, size: int, cfg: PreprocessingConfig) -> jax.Array:
-    """Compute the pixels of images as a model takes them, float32 [B, size, size, 3].
+    """Preprocess images for a model: float32 [B, size, size, 3].
 
     Images of another size are resized and cropped as the config says. Raises ValueError where it says they are not.
     """

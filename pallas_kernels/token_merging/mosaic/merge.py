@@ -100,7 +100,7 @@ def plan_merge(x: jax.Array, r: int) -> Plan:
 
 
 def merge(plan: Plan, x: jax.Array, size: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge the size-weighted means of the tokens with equal outputs, and their sizes.
+    """Merge the tokens with equal outputs into size-weighted means, and add up their sizes.
 
     Args:
       x: [B, n, d]. size: float32 [B, n]. target: int32 [B, tokens], of `select`.
@@ -166,7 +166,7 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
 
 
 def _sum_tokens(plan: Plan, scratch: _Scratch, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sum the weighted sums of tile `t` of the outputs, float32 [TILE, TILE], and their sizes, float32 [TILE]."""
+    """Compute the weighted sums of tile `t` of the outputs, float32 [TILE, TILE], and their sizes, [TILE]."""
     output = iota(_WEIGHTS, 0, plan.lhs) + t * TILE
 
     def add(u: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

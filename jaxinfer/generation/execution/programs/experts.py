@@ -57,7 +57,7 @@ class _OfLayer(Pass):
 
     @classmethod
     def _pages(cls, sizes: Pass) -> int:
-        """Compute the pages of a program that attends to nothing."""
+        """No pages: the program does not attend."""
         return 0
 
 

@@ -337,7 +337,7 @@ def _next_tokens(step: DecodeRows, history: jax.Array, position: jax.Array, limi
 
 
 def _no_jobs(stages: Stages, micro_batches: int, passes: int) -> jax.Array:
-    """Compute the record of a step that has not begun, with room for as many ticks as any schedule has."""
+    """Make an empty record of a step's jobs, with room for the ticks of any schedule."""
     ticks = ring_ticks(stages.count, micro_batches, passes, drained_stride(stages.count, micro_batches))
     return jnp.zeros((ticks, 3), jnp.int32)
 
