@@ -65,3 +65,12 @@ def slice_past_end(size: int, index: jax.Array) -> "pl.Slice":
     JAX rejects that for a constant start, so it is 0 times `index`, any traced number.
     """
     return pl.ds(pl.multiple_of(index * 0, 128), size)
+
+
+def copy_zero_filled(source: Ref, target: Ref, full: Barrier) -> None:
+    """Begin a copy from GMEM to SMEM that writes zeros for what lies past the end of the array.
+
+    Vectors need it, unless they begin and end at multiples of 16 bytes: at others a plain copy is an illegal
+    instruction, which the interpreter does not see (docs/decisions/0031).
+    """
+    plgpu.copy_gmem_to_smem(source, target, full, oob_mode=plgpu.OOBFillMode.ZEROS)

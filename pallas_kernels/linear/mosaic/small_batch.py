@@ -49,6 +49,7 @@ from jaxinfer.pallas_kernels.mosaic.refs import (
     Ref,
     barrier,
     cluster_barrier,
+    copy_zero_filled,
     gmem,
     slice_past_end,
     smem,
@@ -161,11 +162,12 @@ def fused_small_batch_linear(
     """
     matrices, rows = 2 if gated else 1, math.prod(x.shape[:-1])
     operand, x_scale = operand_of(weights, x.dtype), None
-    if MAX_RESIDENT_ROWS < rows <= MAX_ROWS and operand.quantizes:
+    prepared = MAX_RESIDENT_ROWS < rows <= MAX_ROWS
+    if prepared and operand.quantizes:
         operand = operand_of(weights, x.dtype, quantized=True)
         x, x_scale = quantize_rows(x) if norm is None else norm_quantize(x, norm.scale, norm.shift, eps=eps)
         norm = None
-    elif MAX_RESIDENT_ROWS < rows <= MAX_ROWS and norm is not None:
+    elif prepared and norm is not None:
         x, norm = normalize(x, norm.scale, norm.shift, eps=eps), None
     layer = FusedLinear(
         rows=rows,
@@ -291,7 +293,7 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
         pl.when(split == 0)(lambda: plgpu.copy_gmem_to_smem(source, target.tile, target.full))
     if inputs.x_scale is not None and scratch.x_scale is not None and scratch.x_scale_full is not None:
         copy = inputs.x_scale.at[slice_past_end(_SCALES, split)], scratch.x_scale, scratch.x_scale_full
-        pl.when(split == 0)(lambda: plgpu.copy_gmem_to_smem(*copy, oob_mode=plgpu.OOBFillMode.ZEROS))
+        pl.when(split == 0)(lambda: copy_zero_filled(*copy))
     scales = None if plan.groups else _load_output_vectors(plan, inputs.weights_scale)
     biases = _load_output_vectors(plan, inputs.bias)
     if plan.x_resident:

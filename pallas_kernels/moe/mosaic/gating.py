@@ -17,7 +17,7 @@ from jax import lax
 from jaxinfer.pallas_kernels.moe.routing import Routing, Rule, finite, limit_capacity
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, iota
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, gmem, slice_past_end, smem
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, copy_zero_filled, gmem, slice_past_end, smem
 from jaxinfer.pallas_kernels.target import UnsupportedError, require_shared_bytes
 
 # A thread block has a tile of tokens, with a row of logits in each warp's registers; a row's maximum takes
@@ -267,7 +267,7 @@ def _gate(plan: Plan, logits: Ref, results: _GateResults, scratch: _GateScratch)
     """
     tile = lax.axis_index("tile")
     source = logits.at[pl.ds(tile * plan.tile, plan.tile), pl.ds(0, 1), slice_past_end(plan.width, tile)]
-    plgpu.copy_gmem_to_smem(source, scratch.logits, scratch.logits_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+    copy_zero_filled(source, scratch.logits, scratch.logits_full)
     plgpu.barrier_wait(scratch.logits_full)
     _top_k(plan, scratch)
     plgpu.commit_smem()
@@ -359,7 +359,7 @@ def _sum_counts(plan: Plan, counts: Ref, scratch: _PlaceScratch) -> tuple[jax.Ar
 
     def add_tiles(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         source = counts.at[pl.ds(i * _TILES, _TILES), pl.ds(0, plan.width)]
-        plgpu.copy_gmem_to_smem(source, scratch.counts, scratch.counts_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        copy_zero_filled(source, scratch.counts, scratch.counts_full)
         plgpu.barrier_wait(scratch.counts_full)
 
         def add_tile(t: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -457,7 +457,7 @@ def _load(plan: Plan, source: Ref, target: Ref, full: Barrier) -> None:
     first = lax.axis_index("tile") * plan.choices
     for start, size in _copies(plan.choices):
         part = source.at[pl.ds(first + start, size)]
-        plgpu.copy_gmem_to_smem(part, target.at[pl.ds(start, size)], full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        copy_zero_filled(part, target.at[pl.ds(start, size)], full)
 
 
 def _store(plan: Plan, source: Ref, target: Ref) -> None:

@@ -16,7 +16,16 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import swizzled_tiles
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, gmem, slice_past_end, smem
+from jaxinfer.pallas_kernels.mosaic.refs import (
+    Barrier,
+    Index,
+    Ref,
+    barrier,
+    copy_zero_filled,
+    gmem,
+    slice_past_end,
+    smem,
+)
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError
@@ -209,7 +218,7 @@ def _find_expert(plan: Plan, offsets: Ref, scratch: _TableScratch) -> tuple[jax.
     """Find the expert of this thread block's tile, and its first row."""
     index, (width,) = lax.axis_index("tile"), scratch.offsets.shape
     source = offsets.at[slice_past_end(width, index)]
-    plgpu.copy_gmem_to_smem(source, scratch.offsets, scratch.full, oob_mode=plgpu.OOBFillMode.ZEROS)
+    copy_zero_filled(source, scratch.offsets, scratch.full)
     plgpu.barrier_wait(scratch.full)
     experts = lax.broadcasted_iota(jnp.int32, (width,), 0)
     table = scratch.offsets[...]
@@ -247,11 +256,11 @@ def _fetch(
     inputs: _Inputs, tile: _Tile, first_output: jax.Array, full: Barrier, stages: _Stages, i: Index, stage: Index
 ) -> None:
     """Begin the copies of tile `i` of the inputs into a stage."""
-    columns, zeros = pl.ds(i * _TILE_K, _TILE_K), plgpu.OOBFillMode.ZEROS
+    columns = pl.ds(i * _TILE_K, _TILE_K)
     weights = inputs.weights.at[tile.expert]
     for source, first, target in ((weights, first_output, stages.weights), (inputs.x, tile.start, stages.x)):
         source_tile = source.at[pl.ds(first, target.shape[1]), columns]
-        plgpu.copy_gmem_to_smem(source_tile, target.at[stage], full.at[stage], oob_mode=zeros)
+        copy_zero_filled(source_tile, target.at[stage], full.at[stage])
 
 
 def _store(y: Ref, y_g: Ref, tile: _Tile, first_output: jax.Array) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import full, load, load_broadcast, swizzled
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, gmem, smem
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, copy_zero_filled, gmem, smem
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
@@ -170,9 +170,7 @@ def _kernel(plan: Plan, inputs: _Inputs, y: Ref, scratch: _Scratch) -> None:
     """Compute one tile of the result. y: [R, N] in global memory."""
     ring, fetch = plan.ring, functools.partial(_fetch, plan, inputs, scratch)
     ring.fill(fetch)
-    # A plain copy would be in units of 16 bytes, which the last rows may not fill.
-    q_scale, zeros = inputs.q_scale.at[_rows(plan)], plgpu.OOBFillMode.ZEROS
-    plgpu.copy_gmem_to_smem(q_scale, scratch.q_scale, scratch.vectors_full, oob_mode=zeros)
+    copy_zero_filled(inputs.q_scale.at[_rows(plan)], scratch.q_scale, scratch.vectors_full)
     for index, vector in enumerate(vector for vector in (inputs.scale, inputs.bias) if vector is not None):
         plgpu.copy_gmem_to_smem(vector.at[_outputs(plan)], scratch.vectors.at[index], scratch.vectors_full)
 

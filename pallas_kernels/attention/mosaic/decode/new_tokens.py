@@ -19,7 +19,7 @@ from jaxinfer.pallas_kernels.attention.mosaic.decode.plan import (
 )
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, iota, load, load_broadcast
-from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Ref, copy_zero_filled
 
 
 def _qkv_layout() -> Any:
@@ -36,7 +36,7 @@ def copy_qkv(plan: Plan, inputs: Inputs, s: Scratch, block: Block) -> None:
     def _(token: jax.Array) -> None:
         start = ((block.row * plan.tokens + token) * plan.kv_heads + block.head) * (plan.group + 2)
         source = inputs.qkv.at[pl.ds(start, plan.qkv_rows)]
-        plgpu.copy_gmem_to_smem(source, s.qkv_rows.at[token], s.qkv_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        copy_zero_filled(source, s.qkv_rows.at[token], s.qkv_full)
 
 
 def prepare_qkv(plan: Plan, inputs: Inputs, s: Scratch, block: Block) -> None:

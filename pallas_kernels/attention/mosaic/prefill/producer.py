@@ -18,7 +18,7 @@ from jaxinfer.pallas_kernels.attention.mosaic.prefill.plan import (
 )
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, full, iota, load
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, copy_zero_filled
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 
 
@@ -57,8 +57,7 @@ def _copy_queries(plan: Plan, inputs: Inputs, s: Scratch, block: Block) -> None:
     for w in range(plan.tiles.consumers):
         token = block.first_token + w * tokens
         positions = inputs.positions.at[pl.ds(block.row * plan.tokens + token, TILE_Q)]
-        # A plain copy would begin and end at multiples of 16 bytes only.
-        plgpu.copy_gmem_to_smem(positions, s.positions.at[w], s.q_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        copy_zero_filled(positions, s.positions.at[w], s.q_full)
         for h in range(plan.heads):
             q = inputs.q.at[block.row, pl.ds(token, tokens), block.head + h]
             plgpu.copy_gmem_to_smem(q, s.q.at[w, pl.ds(h * tokens, tokens)], s.q_full)
