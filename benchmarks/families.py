@@ -45,12 +45,13 @@ def render() -> str:
         _table(["family", "`model_type`", "kind"], [_names(family) for family in images]),
         "## Refused fields",
         wrapped(
-            f"Every `config.json` is refused for {_others(expected_always())}, and for an activation, a kind of layer "
-            "or a rope type that is not implemented; some families also for fields that depend on others. Beside those:"
+            f"Every `config.json` is refused for {_others(expected_always())}. It is also refused for an activation, "
+            "a kind of layer or a rope type that is not implemented. Some families refuse fields that depend on "
+            "others. In addition:"
         ),
         "\n".join(refused),
         "## Refused families",
-        "These are known, and need what is not implemented:",
+        "These families are known, but not supported; each names the missing parts:",
         "\n".join(wrapped(f"- `{name}`: {', '.join(missing)}.", indent=2) for name, missing in REFUSED.items()),
         END,
     ]

@@ -87,6 +87,31 @@ def test_words(room: str) -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
+def first_lines() -> Iterator[tuple[str, str, str]]:
+    """The place and name of each function and class with a docstring, and its first line."""
+    folders = (ROOT / "jaxinfer", *((ROOT / "jaxinfer" / room).resolve() for room in ROOMS))
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (
+                docstring := ast.get_docstring(node)
+            ):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.name, docstring.splitlines()[0]
+
+
+def test_docstrings_say_more_than_the_name() -> None:
+    little = {"a", "an", "the", "of", "to", "return", "returns", "this", "its", "and", "in", "for"}
+    repeated = [
+        f"{place} {name}: {line}"
+        for place, name, line in first_lines()
+        if not set(re.findall(r"[a-z]+", line.lower())) - little - set(re.findall(r"[a-z]+", name.lower()))
+    ]
+    assert repeated == []
+
+
+def test_few_docstrings_begin_with_return() -> None:
+    assert sum(line.startswith("Return") for _, _, line in first_lines()) <= 400
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -61,12 +61,12 @@ def draw_compared(rows: Rows, caption: str) -> Figure:
 def draw_measured(rows: Rows, caption: str) -> Figure:
     """Draw the throughput of real systems: where loading takes most of the time, and where computing does."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
+    colours = colours_of(NAMES.values())
     titles = {"load-bound": "slowed disk (a load takes 10 executions)", "disk as it is": "the machine's own disk"}
     for axes, (loading, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         those = [row for row in reversed(rows) if row["loading"] == loading]
-        names = [NAMES[row["mode"]] for row in those]
-        colours = colours_of(NAMES.values())
-        for name, row in zip(names, those, strict=True):
+        for row in those:
+            name = NAMES[row["mode"]]
             axes.bar_label(axes.barh(name, row["throughput"], **bar_style(name, colours[name])), fmt="%.3g", padding=3)
         axes.set(title=f"{those[0]['pixels']} pixels, {title}", xlabel="inputs a second (more is better)")
         axes.set_xlim(0, 1.15 * max(row["throughput"] for row in those))

@@ -1,6 +1,5 @@
-"""README, the pages for users and docstrings stay readable: short sentences, short cells, common words."""
+"""README and the pages for users stay readable: short sentences, short cells, common words."""
 
-import ast
 import itertools
 import re
 from pathlib import Path
@@ -13,14 +12,11 @@ PAGES = [
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "decisions"),
 ]
-ROOMS = ("jaxinfer", "pallas_kernels", "sharding", "checkpoints")
-SOURCES = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
 MAX_WORDS = 35
 MAX_CELL = 250
 MAX_FEATURE = 200
 RARE_WORDS = ("beside", "anew", "so many", "lest")
 MAX_RARE_WORDS = 30
-MAX_RETURN = 400
 
 
 def texts(page):
@@ -38,8 +34,7 @@ def texts(page):
 
 
 def sentences(text):
-    """Split at the ends of sentences, and at colons and semicolons, which end a thought, too."""
-    return re.split(r"(?<=[.!?:;])\s+", text)
+    return re.split(r"(?<=[.!?])\s+", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -66,31 +61,6 @@ def test_long_sentences_and_rare_words_would_be_found(tmp_path):
     prose, cells = texts(page)
     assert [len(x.split()) for text in prose for x in sentences(text)][1:] == [37, 2]
     assert max(map(len, cells)) == 251
-
-
-def docstrings():
-    """The first line of each docstring, with the name of what it describes."""
-    for file in SOURCES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (
-                text := ast.get_docstring(node)
-            ):
-                yield f"{file.relative_to(ROOT)}:{node.lineno}", node.name, text.splitlines()[0]
-
-
-def test_docstrings_say_more_than_the_name():
-    """A docstring that only repeats the name says nothing."""
-    little = {"a", "an", "the", "of", "to", "return", "returns", "this", "its", "and", "in", "for"}
-    repeated = [
-        f"{place} {name}: {line}"
-        for place, name, line in docstrings()
-        if not set(re.findall(r"[a-z]+", line.lower())) - little - set(re.findall(r"[a-z]+", name.lower()))
-    ]
-    assert repeated == []
-
-
-def test_few_docstrings_begin_with_return():
-    assert sum(line.startswith("Return") for _, _, line in docstrings()) <= MAX_RETURN
 
 
 def test_the_changelog_has_a_line_for_each_change():

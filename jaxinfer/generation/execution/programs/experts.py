@@ -57,7 +57,7 @@ class _OfLayer(Pass):
 
     @classmethod
     def _pages(cls, sizes: Pass) -> int:
-        """No pages: the program does not attend."""
+        """Return 0: the program attends to nothing."""
         return 0
 
 
