@@ -38,6 +38,7 @@ from jaxinfer.pallas_kernels.linear.mosaic.small_batch import MAX_RESIDENT_ROWS
 from jaxinfer.pallas_kernels.weights import Weights
 
 PAGE_SIZE = 16
+"""Tokens of a page, where a case names no other size."""
 
 
 def _whole(result: Any, *_args: Any) -> Any:
@@ -258,7 +259,8 @@ def _linear(
     others = 1 if outputs % 8 else 0  # slices the result, which TMA writes in rows of a multiple of 16 bytes
     others += 1 if fmt == "int8" and outputs % 64 else 0  # pads the scales to a multiple of TILE_N
     prepared = rows > MAX_RESIDENT_ROWS  # by a kernel before, if they are quantised, or else by XLA
-    others += 1 if prepared and fmt != "int8" and op == "norm_linear" else 0
+    normalized = prepared and fmt != "int8" and op == "norm_linear"
+    others += 1 if normalized or (rows > 8 and rows % 8) else 0  # pads rows to whole tiles, if it does nothing else
     return Case(
         op=op,
         name=name,
@@ -349,29 +351,41 @@ def decoding(
     heads: Heads,
     *,
     rotary: int,
+    head_norms: bool = False,
+    page_size: int = PAGE_SIZE,
     int8: bool = False,
     alibi: bool = False,
     full: bool = False,
     name: str = "",
     **options: Any,
 ) -> Case:
-    """Make a case of decode attention, with rotary embedding and the write to the cache."""
+    """Make a case of decode attention, with rotary embedding and the write to the cache.
+
+    Args:
+      head_norms: whether an RMSNorm normalises each query head, and one each key head.
+    """
+    name = name or _attention_name(
+        batch, tokens, context, heads, int8, page_size, options, alibi=alibi, head_norms=head_norms
+    )
     options |= {"alibi": _slopes(heads.q)} if alibi else {}
+    options |= {"norm_eps": 1e-6} if head_norms else {}
     scale = heads.head_dim**-0.5
 
     def make(key: jax.Array) -> tuple[Any, ...]:
-        x, cache, angle = jax.random.split(key, 3)
+        x, cache, angle, *norm_keys = jax.random.split(key, 5)
         angles = jax.random.uniform(angle, (batch, tokens, 1, rotary // 2), maxval=6.0)
         qkv = _normal(x, (batch, tokens, (heads.q + 2 * heads.kv) * heads.head_dim))
         cos_sin = (jnp.cos(angles), jnp.sin(angles)) if rotary else None
-        return qkv, *_cache(cache, batch, tokens, context, heads, int8=int8, full=full), cos_sin
+        norms = tuple(1 + 0.1 * _normal(k, (heads.head_dim,), jnp.float32) for k in norm_keys) if head_norms else None
+        pages = _cache(cache, batch, tokens, context, heads, page_size=page_size, int8=int8, full=full)
+        return qkv, *pages, cos_sin, norms
 
-    def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
-        return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=scale, **options)
+    def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any, norms: Any) -> Any:
+        return cached_attention(qkv, pages, table, positions, rotary=rotary, norms=norms, scale=scale, **options)
 
     return Case(
         op="decode_attention",
-        name=name or _attention_name(batch, tokens, context, heads, int8, options),
+        name=name,
         call=call,
         make=make,
         traffic=lambda args: _bytes(args[1]),
@@ -389,6 +403,7 @@ def prefill(
     context: int,
     heads: Heads,
     *,
+    page_size: int = PAGE_SIZE,
     int8: bool = False,
     alibi: bool = False,
     full: bool = False,
@@ -396,17 +411,18 @@ def prefill(
     **options: Any,
 ) -> Case:
     """Make a case of prefill attention: the last chunk of some prompts over their pages."""
+    name = name or _attention_name(batch, tokens, context, heads, int8, page_size, options, alibi=alibi)
     options |= {"alibi": _slopes(heads.q)} if alibi else {}
     scale = heads.head_dim**-0.5
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache = jax.random.split(key)
         q = _normal(x, (batch, tokens, heads.q, heads.head_dim))
-        return q, *_cache(cache, batch, tokens, context, heads, int8=int8, full=full)
+        return q, *_cache(cache, batch, tokens, context, heads, page_size=page_size, int8=int8, full=full)
 
     return Case(
         op="paged_attention",
-        name=name or _attention_name(batch, tokens, context, heads, int8, options),
+        name=name,
         call=functools.partial(paged_attention, scale=scale, **options),
         make=make,
         traffic=lambda args: _bytes(args) + _bytes(args[0]),
@@ -460,7 +476,7 @@ def encoding(
 
 
 def _cache(
-    key: jax.Array, batch: int, tokens: int, context: int, heads: Heads, *, int8: bool, full: bool
+    key: jax.Array, batch: int, tokens: int, context: int, heads: Heads, *, page_size: int, int8: bool, full: bool
 ) -> tuple[KVPages, jax.Array, jax.Array]:
     """Make random pages, a page table, and the positions of the last tokens of its rows.
 
@@ -469,8 +485,8 @@ def _cache(
         the pages any order.
     """
     k, v, order = jax.random.split(key, 3)
-    count = -(-context // PAGE_SIZE)
-    pages = [_normal(x, (batch * count, PAGE_SIZE, heads.kv, heads.head_dim)) for x in (k, v)]
+    count = -(-context // page_size)
+    pages = [_normal(x, (batch * count, page_size, heads.kv, heads.head_dim)) for x in (k, v)]
     pool = jnp.arange(batch * count) if full else jax.random.permutation(order, batch * count)
     lengths = _lengths(batch, context, max(context // 2, tokens), full=full)
     positions = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
@@ -502,8 +518,21 @@ def _slopes(heads: int) -> np.ndarray:
     return np.float32(2.0) ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
 
 
-def _attention_name(batch: int, tokens: int, context: int, heads: Heads, int8: bool, options: Mapping[str, Any]) -> str:
-    described = [f", {name} {value}" if name != "alibi" else ", ALiBi" for name, value in options.items()]
+def _attention_name(
+    batch: int,
+    tokens: int,
+    context: int,
+    heads: Heads,
+    int8: bool,
+    page_size: int,
+    options: Mapping[str, Any],
+    *,
+    alibi: bool = False,
+    head_norms: bool = False,
+) -> str:
+    described = [f", {name} {value}" for name, value in options.items()]
+    described += [", ALiBi"] * alibi + [", norms of heads"] * head_norms
+    described += [f", pages of {page_size}"] * (page_size != PAGE_SIZE)
     sizes = f"{batch} x {tokens}, context {context}, {heads.q}/{heads.kv} heads of {heads.head_dim}"
     return "".join([sizes, ", int8" * int8, *described])
 

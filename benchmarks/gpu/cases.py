@@ -28,8 +28,10 @@ from benchmarks.kernel_cases import (
 )
 from jaxinfer.pallas_kernels.weights import GROUP
 
-_VARIANTS: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": True})
-"""Options of attention besides the plain one: over int8 pages, and with ALiBi."""
+_VARIANTS: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": True}, {"page_size": 32})
+"""Options of attention besides the plain one: over int8 pages, with ALiBi, and over larger pages."""
+
+_ROWS_OUTPUTS_INPUTS = ((1, 4096, 4096), (3, 1600, 1600), (7, 1024, 6400), (13, 1600, 4096), (16, 6144, 4096))
 
 
 def timed(*, quick: bool) -> Iterator[Case]:
@@ -42,7 +44,13 @@ def timed(*, quick: bool) -> Iterator[Case]:
 def checked() -> Iterator[Case]:
     """Yield shapes for numerics: common ones, and ones that tiles do not divide."""
     for fmt in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
-        for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
+        for rows, outputs, inputs in (
+            (1, 4096, 4096),
+            (3, 1600, 1600),
+            (7, 1024, 6400),
+            (13, 1600, 4096),
+            (16, 6144, 4096),
+        ):
             if fmt != "int4" or inputs % GROUP == 0:
                 yield from _linear_layers(rows, outputs, inputs, fmt)
     heads = Heads(32, 8, 128)
@@ -56,6 +64,10 @@ def checked() -> Iterator[Case]:
         yield decoding(3, 1, 777, heads, rotary=128, **options)
         yield decoding(2, 4, 333, heads, rotary=128, **options)
         yield prefill(3, 16, 777, heads, **options)
+    for page_size in (16, 64):
+        yield decoding(3, 1, 777, heads, rotary=128, page_size=page_size, int8=True, head_norms=True)
+        yield decoding(2, 4, 333, Heads(8, 8, 64), rotary=64, page_size=page_size, head_norms=True)
+        yield prefill(2, 48, 333, Heads(16, 16, 64), page_size=page_size)
     yield encoding(4, 197, 12, 64, merged=True)  # cuDNN, or plain XLA
     for tokens in (37, 64, 197, 333):  # rows that end within the 16 bytes of a copy, and one that does not
         yield encoding(4, tokens, 12, 64)

@@ -153,6 +153,9 @@ def decode_attention(
     table: np.ndarray,
     positions: np.ndarray,
     rotary: tuple[np.ndarray, ...],
+    norms: tuple[np.ndarray, ...] | None,
+    *,
+    norm_eps: float = 0.0,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Compute the heads' outputs, and for a float cache the updated pages.
@@ -162,7 +165,10 @@ def decode_attention(
     kv_heads, size = pages.k.shape[2:]
     grouped = qkv.astype(np.float64).reshape(*qkv.shape[:2], kv_heads, -1, size)
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, size)
-    q, k = (_rotated(x, *rotary) for x in (q, grouped[..., -2, :]))
+    k = grouped[..., -2, :]
+    if norms is not None:
+        q, k = (normalized(x, scale, None, eps=norm_eps) for x, scale in zip((q, k), norms, strict=True))
+    q, k = (_rotated(x, *rotary) for x in (q, k))
     caches = dequantized(pages)
     for cache, new in zip(caches, (k, grouped[..., -1, :]), strict=True):
         for row, at in enumerate(positions):

@@ -10,6 +10,7 @@ from jaxinfer.pallas_kernels.sampling import reference as plain
 _max_and_argmax = Operation(
     "max_and_argmax", xla(fallbacks.max_and_argmax, platform="cpu"), reference(plain.max_and_argmax)
 )
+_top_k = Operation("top_k", xla(fallbacks.top_k, platform="cpu"), reference(plain.top_k))
 _threshold = Operation("threshold", reference(plain.threshold))
 
 
@@ -21,6 +22,17 @@ def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns: float32 [B], int32 [B].
     """
     return _max_and_argmax(scores)
+
+
+def top_k(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The best scores of each row, best first, and their indices; of equal ones the first.
+
+    Args:
+      scores: float32 or int32 [..., V]. A NaN counts as the best, or with its sign bit as the worst.
+      count: at most V.
+    Returns: scores [..., count], int32 [..., count].
+    """
+    return _top_k(scores, count=count)
 
 
 def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:

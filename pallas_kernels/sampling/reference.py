@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxinfer.pallas_kernels.sampling.keys import key_of
+
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -18,6 +20,33 @@ def max_and_argmax(scores: jax.Array) -> Pair:
 
     index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     return lax.reduce((scores, index), (np.float32(-np.inf), np.int32(0)), better, (scores.ndim - 1,))
+
+
+def top_k(scores: jax.Array, count: int) -> Pair:
+    """Each row's `count` best scores and their indices, by a reduction for each. Arguments as of `api`.
+
+    On a GPU, XLA sorts by a library that cannot be part of a CUDA graph; the host then drives every loop around it.
+    """
+    axis, size = scores.ndim - 1, np.int32(scores.shape[-1])
+    keys = key_of(scores) if scores.dtype == jnp.float32 else scores
+    index, lowest = lax.broadcasted_iota(jnp.int32, scores.shape, axis), np.int32(np.iinfo(np.int32).min)
+
+    def better(left: Pair, right: Pair) -> Pair:
+        wins = (left[0] > right[0]) | ((left[0] == right[0]) & (left[1] < right[1]))
+        return jnp.where(wins, left[0], right[0]), jnp.where(wins, left[1], right[1])
+
+    def find(i: jax.Array, state: tuple[jax.Array, Pair]) -> tuple[jax.Array, Pair]:
+        found, (key, at) = state
+        left = (keys < key[..., None]) | ((keys == key[..., None]) & (index > at[..., None]))
+        scores_left = jnp.where(left, keys, lowest), jnp.where(left, index, size)
+        best = lax.reduce(scores_left, (lowest, size), better, (axis,))
+        # An update of a slice would be a copy that no graph can have either.
+        return jnp.where(places == i, best[1][..., None], found), best
+
+    rows, places = scores.shape[:-1], jnp.arange(count)
+    before_all = jnp.full(rows, np.iinfo(np.int32).max), jnp.full(rows, -1)
+    found, _ = lax.fori_loop(0, count, find, (jnp.zeros((*rows, count), jnp.int32), before_all))
+    return jnp.take_along_axis(scores, found, axis=-1), found
 
 
 def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:

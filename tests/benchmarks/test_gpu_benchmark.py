@@ -62,7 +62,7 @@ def test_timed_cases_have_arguments_of_their_shapes():
 
 
 def test_full_rows_are_as_long_as_bytes_and_flops_count():
-    _, _, table, positions, _ = decoding(3, 2, 112, Heads(1, 1, 64), rotary=0, full=True).make(jax.random.key(0))
+    _, _, table, positions, _, _ = decoding(3, 2, 112, Heads(1, 1, 64), rotary=0, full=True).make(jax.random.key(0))
     assert table.reshape(-1).tolist() == list(range(21))
     assert positions.tolist() == 3 * [[110, 111]]
     _, _, _, positions, lengths = encoding(3, 197, 1, 8, full=True).make(jax.random.key(0))

@@ -92,10 +92,10 @@ def test_a_step_is_one_graph(whole_step):
 @pytest.mark.parametrize(
     ("model", "batch", "quantized"),
     [
-        ("gpt-j-6b", 8, None),
+        ("gpt-j-6b", 4, None),
         ("gpt-j-6b", 1, "int8"),
         ("llama3-8b", 1, None),
-        ("llama3-8b", 8, "int4"),
+        ("llama3-8b", 4, "int4"),
         ("gpt2-1.5b", 1, None),
         ("gpt2-1.5b", 1, "int8"),
     ],
@@ -109,11 +109,12 @@ def test_a_layer_is_five_mosaic_kernels(model, batch, quantized):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("quantized", "ours", "others"), [("int4", KERNELS_PER_LAYER, 2), ("int8", KERNELS_PER_LAYER + 4, 0)]
+    ("batch", "quantized", "ours", "others"),
+    [(8, None, KERNELS_PER_LAYER, 2), (16, "int4", KERNELS_PER_LAYER, 2), (16, "int8", KERNELS_PER_LAYER + 4, 0)],
 )
-def test_sixteen_rows_are_prepared_by_kernels_of_their_own(quantized, ours, others):
-    """XLA normalises rows for int4; one of our kernels quantises them before each int8 product."""
-    report = step_report(2, "llama3-8b", batch=16, weights=dataclasses.replace(BF16, quantized=quantized))
+def test_more_than_four_rows_are_prepared_by_kernels_of_their_own(batch, quantized, ours, others):
+    """XLA normalises float rows; one of our kernels quantises them before each int8 product."""
+    report = step_report(2, "llama3-8b", batch=batch, weights=dataclasses.replace(BF16, quantized=quantized))
     kinds = [kernel.kind for kernel in report.of_layer(1)]
     assert (kinds.count("mosaic"), len(kinds)) == (ours, ours + others)
     assert (report.graphs, report.host_launches) == (1, ())
@@ -124,11 +125,11 @@ def test_sixteen_rows_are_prepared_by_kernels_of_their_own(quantized, ours, othe
     ("model", "batch", "outside"),
     [
         ("gpt-j-6b", 1, 13),
-        ("gpt-j-6b", 8, 10),
+        ("gpt-j-6b", 4, 10),
         ("llama3-8b", 1, 12),
-        ("llama3-8b", 8, 10),
+        ("llama3-8b", 4, 10),
         ("gpt2-1.5b", 1, 12),
-        ("gpt2-1.5b", 8, 10),
+        ("gpt2-1.5b", 4, 10),
     ],
 )
 def test_the_generation_loop_is_one_graph_with_little_outside_the_layers(model, batch, outside):
@@ -139,6 +140,8 @@ def test_the_generation_loop_is_one_graph_with_little_outside_the_layers(model, 
     spec, sizes = decode_program(config, BF16, batch=batch, context=context, passes=16)
     report = compile_program(Target.load("h200"), spec, sizes)
     assert (report.graphs, report.host_launches) == (1, ())
+    # A GPU that is here sorts by a library, which no graph can capture; XLA has none ahead of time.
+    assert not [kernel.name for kernel in report.kernels if kernel.name.startswith("sort")]
     assert (
         report.aliased == report.donated == len(jax.tree.leaves(spec.arguments(sizes)[2]))
     )  # the caches and the slots

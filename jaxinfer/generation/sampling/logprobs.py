@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGPROBS
+from jaxinfer.pallas_kernels.sampling.api import top_k
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_start, psum
 
 
@@ -37,7 +38,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     score = psum(jnp.where(here < size, score, 0.0), "vocab")[..., 0]
     largest = jnp.max(logits, axis=-1, keepdims=True)
     total = jnp.sum(_exp(logits, largest), axis=-1, keepdims=True)
-    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, size))
+    top, top_ids = top_k(logits, min(MAX_LOGPROBS, size))
     if axis_size("vocab") > 1:
         floats = lax.bitcast_convert_type(jnp.concatenate([largest, total, top], axis=-1), jnp.int32)
         gathered = all_gather(jnp.concatenate([floats, top_ids + local_start("vocab", size)], axis=-1), "vocab")
@@ -47,7 +48,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
         largest = jnp.max(maxima, axis=-1, keepdims=True)
         total = jnp.sum(sums * _exp(maxima, largest), axis=-1, keepdims=True)
         top, ids = (x.reshape(*tokens.shape, -1) for x in (floats[..., 2:], gathered[..., 2 + top.shape[-1] :]))
-        top, best = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
+        top, best = top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
         top_ids = jnp.take_along_axis(ids, best, axis=-1)
     log_total, count = jnp.log(total), top.shape[-1]
     chosen, top = score - largest[..., 0] - log_total[..., 0], top - largest - log_total

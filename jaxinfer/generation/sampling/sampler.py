@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxinfer.generation.sampling.arrays import NO_WORD, SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
-from jaxinfer.pallas_kernels.sampling.api import threshold
+from jaxinfer.pallas_kernels.sampling.api import threshold, top_k
+from jaxinfer.pallas_kernels.sampling.keys import float_of, key_of
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, mesh_axes, psum
 
 CANDIDATES = 64
@@ -67,22 +68,11 @@ def ends_of_bad_words(history: jax.Array, length: jax.Array, options: SamplingAr
     return jnp.where(last & (missing == before), ~words, -1)
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """float32 -> int32 whose order is that of the floats."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _float_of(keys: jax.Array) -> jax.Array:
-    """Convert `_ordered_bits` back to floats."""
-    return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
-
-
 class _Candidates(NamedTuple):
     """The best scores of every device that has a part of the vocabulary.
 
     Attributes:
-      keys: int32 [B, N], `_ordered_bits` of the scores, best first.
+      keys: int32 [B, N], `key_of` the scores, best first.
       floor: int32 [B]; all scores above it are among the keys.
     """
 
@@ -93,7 +83,7 @@ class _Candidates(NamedTuple):
     def from_keys(cls, keys: jax.Array) -> "_Candidates":
         """Gather candidates from each device's keys [B, V / parts], by one exchange."""
         count = min(CANDIDATES, keys.shape[-1])
-        gathered = all_gather(lax.top_k(keys, count)[0], "vocab")
+        gathered = all_gather(top_k(keys, count)[0], "vocab")
         lowest = jnp.iinfo(jnp.int32).min
         floor = jnp.max(gathered[..., -1], axis=0) if count < keys.shape[-1] else jnp.full(len(keys), lowest)
         ordered = jnp.sort(jnp.moveaxis(gathered, 0, 1).reshape(len(keys), -1), axis=-1, descending=True)
@@ -132,7 +122,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
     logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf; NaN stays, for `greedy` to
     find.
     """
-    keys, vocab = _ordered_bits(logits), logits.shape[-1] * axis_size("vocab")
+    keys, vocab = key_of(logits), logits.shape[-1] * axis_size("vocab")
     candidates = _Candidates.from_keys(keys) if axis_size("vocab") > 1 else None
     draws = options.temperature > 0
 
@@ -148,7 +138,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
 
     def weight(keys: jax.Array) -> jax.Array:
         """Compute the probabilities among the top-k, but for a factor."""
-        return jnp.where(in_top_k(keys), jnp.exp(_float_of(keys) - _float_of(largest)), 0.0)
+        return jnp.where(in_top_k(keys), jnp.exp(float_of(keys) - float_of(largest)), 0.0)
 
     total = psum(jnp.sum(weight(keys), axis=-1), "vocab")[:, None]
 

@@ -52,6 +52,7 @@ class Operand:
       dtype: dtype of x in memory. x: dtype of x as an mma operand, in shared memory. weights: dtype of the weight.
       accumulator: dtype of the accumulator. per_element: inputs per element of the weight.
       per_scale: inputs per scale; 0 without scales, 1 if there is one scale per output.
+      slices: the format's name if a tile is multiplied in slices of its inputs, which tiles of 8 rows allow; else "".
       swizzle: bytes of a row of a swizzled TMA tile.
     """
 
@@ -61,6 +62,7 @@ class Operand:
     accumulator: ClassVar[Any] = jnp.float32
     per_element: ClassVar[int] = 1
     per_scale: ClassVar[int] = 0
+    slices: ClassVar[str] = ""
     swizzle: int = 128
 
     @property
@@ -110,6 +112,7 @@ class Fp8Operand(Operand):
     """fp8 (float8_e4m3fn) weights."""
 
     per_scale = 1
+    slices = "fp8"
 
     @override
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
@@ -127,6 +130,7 @@ class Int4Operand(Operand):
 
     per_element = NIBBLES
     per_scale = GROUP
+    slices = "int4"
 
     @override
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:

@@ -31,7 +31,6 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.activations import activate, approximate_erf
 from jaxinfer.pallas_kernels.linear.mosaic.operands import (
-    Operand,
     acc_layout,
     broadcast_columns,
     broadcast_outputs,
@@ -61,8 +60,8 @@ from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 MAX_ROWS = 16
-MAX_RESIDENT_ROWS = 8
-"""Rows that every thread block prepares itself: 16 took longer than a kernel before would (docs/decisions/0031)."""
+MAX_RESIDENT_ROWS = 4
+"""Rows that every thread block prepares itself: 8 take longer than a kernel before does (docs/decisions/0031)."""
 
 _SCALES = 32  # of rows in shared memory: Mosaic copies a multiple of 128 bytes
 
@@ -183,7 +182,7 @@ def fused_small_batch_linear(
     if scale is not None and layer.operand.per_scale == 1:
         scale = _pad_to_tiles(scale, matrices)
     inputs = _Inputs(
-        x=gmem(x.reshape(layer.rows, layer.inputs)),
+        x=gmem(_whole_tiles(x.reshape(layer.rows, layer.inputs))),
         x_scale=gmem(None if x_scale is None else x_scale.reshape(layer.rows)),
         weights=gmem(weights.weight.reshape(layer.outputs, matrices, -1)),
         weights_scale=gmem(scale),
@@ -199,6 +198,12 @@ def _pad_to_tiles(vector: jax.Array, matrices: int) -> jax.Array:
     return jnp.pad(vector, (0, -vector.size % (TILE_N * matrices))).reshape(-1, matrices)
 
 
+def _whole_tiles(x: jax.Array) -> jax.Array:
+    """Pad more than 8 rows to a multiple of 8, since TMA's tiles of 8 rows must divide a matrix that has more."""
+    rows = len(x)
+    return x if rows < 8 else jnp.pad(x, ((0, -rows % 8), (0, 0)))
+
+
 def _check(layer: FusedLinear, residual: jax.Array | None) -> None:
     """Raise UnsupportedError for what the kernel does not take."""
     operand, dtype, inputs, outputs = layer.operand, layer.operand.dtype, layer.inputs, layer.outputs
@@ -212,8 +217,8 @@ def _check(layer: FusedLinear, residual: jax.Array | None) -> None:
         raise UnsupportedError(
             f"small-batch kernel takes a multiple of {unit} inputs in {operand.weights}, got {inputs}"
         )
-    if operand.per_scale == GROUP and outputs % 8:
-        raise UnsupportedError(f"small-batch kernel takes a multiple of 8 outputs in int4, got {outputs}")
+    if operand.slices and outputs % 8:
+        raise UnsupportedError(f"small-batch kernel takes a multiple of 8 outputs in {operand.slices}, got {outputs}")
     if residual is not None and residual.dtype != dtype:
         raise UnsupportedError(f"small-batch kernel takes a residual in x's dtype {dtype}, got {residual.dtype}")
     if residual is not None and outputs * dtype.itemsize % 16:
@@ -254,7 +259,7 @@ def _scratch(plan: Plan, inputs: _Inputs) -> _Scratch:
     if plan.x_resident:
         x = smem((plan.resident_rows, plan.resident_row_size(plan.iterations * tile_k)), operand.x)
     else:
-        x = smem((stages, columns, tile_k), operand.x, _tiling(plan.rows, operand.x, operand))
+        x = smem((stages, columns, tile_k), operand.x, swizzled_tiles(operand.x, operand.swizzle))
     residual = _ResidualScratch(barrier(), smem((columns, TILE_N), operand.dtype))
     return _Scratch(
         full=barrier(plan.matrices + (plan.groups > 0) + (not plan.x_resident), stages),
@@ -266,7 +271,7 @@ def _scratch(plan: Plan, inputs: _Inputs) -> _Scratch:
         weights=smem(
             (stages, plan.matrices, TILE_N, tile_k // operand.per_element),
             operand.weights,
-            _tiling(plan.outputs, operand.weights, operand),
+            _weight_tiles(plan),
         ),
         x=x,
         x_scale=smem((_SCALES,), jnp.float32) if operand.x == jnp.int8 else None,
@@ -274,13 +279,14 @@ def _scratch(plan: Plan, inputs: _Inputs) -> _Scratch:
     )
 
 
-def _tiling(size: int, dtype: Any, operand: Operand) -> tuple[Any, ...]:
-    """The SMEM transforms of tiles of a matrix with `size` rows.
+def _weight_tiles(plan: Plan) -> tuple[Any, ...]:
+    """The SMEM transforms of a stage of weights.
 
     TMA needs tiles of 8 rows to divide the matrix. Tiles of one row fit any matrix, but have two-way bank conflicts
-    where a stage is two tiles wide.
+    where a stage is two tiles wide, and Mosaic reads a slice of them from wrong addresses (docs/decisions/0031).
     """
-    return swizzled_tiles(dtype, operand.swizzle, rows=8 if size < 8 or size % 8 == 0 else 1)
+    rows = 1 if plan.outputs % 8 and plan.outputs > 8 else 8
+    return swizzled_tiles(plan.operand.weights, plan.operand.swizzle, rows=rows)
 
 
 def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -> None:
