@@ -110,12 +110,19 @@ with LLM(sys.argv[1]) as llm:
 
 @pytest.mark.parametrize(("until", "after"), [("begun", 0.0), ("begun", 0.5), ("compiling", 0.0)])
 def test_a_script(tmp_path, until, after):
-    """Its traceback is Python's way; but it ends at once."""
-    ended = run("-c", SCRIPT, MODEL, cache=tmp_path, until=until, after=after)
+    """Its traceback is Python's way; but it ends at once.
+
+    Python ignores an exception in JAX's callback of the garbage collector, which can take 0.1 s: then a user presses
+    Ctrl-C again.
+    """
+    for again in range(3):
+        ended = run("-c", SCRIPT, MODEL, cache=tmp_path / str(again), until=until, after=after + 0.2 * again)
+        if "Exception ignored in: <function _xla_gc_callback" not in ended.text.replace("\n", ""):
+            break
     assert ended.status in (130, 1)
     assert ended.seconds < MOST
     assert "KeyboardInterrupt" in ended.text
-    check_cache(tmp_path)
+    check_cache(tmp_path / str(again))
 
 
 BENCH = ("bench", "latency", MODEL, "--batch", 1, "--rounds", 1000)
