@@ -21,6 +21,9 @@ PAGE = ROOT / "docs/families.md"
 BEGIN = "<!-- Written by `python -m benchmarks.pages --write`, from the families and their tests. -->"
 END = "<!-- End of what benchmarks.families writes. -->"
 
+GGUF = "GGUF"
+"""The feature that few families have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
@@ -40,7 +43,11 @@ def render() -> str:
     parts = [
         BEGIN,
         "## Text",
-        _table(["family", "`model_type`", "kind", *_features()], rows),
+        wrapped(
+            f"All of these work with every family: {', '.join(_common())}. The column *except* lists what does not "
+            f"work with a family. *{GGUF}* says whether GGUF files of the family can be read."
+        ),
+        _table(["family", "`model_type`", "kind", "except", GGUF], rows),
         "## Images",
         _table(["family", "`model_type`", "kind"], [_names(family) for family in images]),
         "## Refused fields",
@@ -65,8 +72,9 @@ def _names(family: Family) -> list[str]:
 
 def _row(family: Family) -> list[str]:
     names = [name for name, golden in _goldens().items() if golden.model_type in family.model_types]
-    works = (all(name in goldens for name in names) for goldens in _features().values())
-    return [*_names(family), *("yes" if each else "" for each in works)]
+    works = {feature for feature, goldens in _features().items() if all(name in goldens for name in names)}
+    exceptions = ", ".join(feature for feature in _common() if feature not in works)
+    return [*_names(family), exceptions, "yes" if GGUF in works else ""]
 
 
 def _refused(family: Family) -> str:
@@ -92,6 +100,11 @@ def expected_always() -> dict[str, object]:
     with surveyed() as survey:
         Fields({})
     return survey.expected
+
+
+def _common() -> list[str]:
+    """The features that most families work with."""
+    return [feature for feature in _features() if feature != GGUF]
 
 
 def _features() -> Mapping[str, Sequence[str]]:

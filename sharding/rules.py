@@ -29,12 +29,20 @@ class ShardingRules:
 
     Attributes:
       vocab: token ids, in the embedding and the head.
-      heads: of attention. kv_heads: of the KV cache, which goes where the heads go.
+      heads: heads of attention.
+      kv_heads: heads of the KV cache, which goes where the heads go.
       mlp: hidden width of an MLP that all tokens go through.
-      experts: of a mixture of experts. expert_mlp: hidden width of each of them (expert slicing).
-      batch: requests. pages: of the KV cache, which go where the requests go.
+      experts: experts of a mixture.
+      expert_mlp: hidden width of each of them (expert slicing).
+      batch: requests.
+      pages: pages of the KV cache, which go where the requests go.
       stages: consecutive groups of layers, between which activations go round.
-      embed, word_embed, norm, positions, page, head_dim: what every device has whole.
+      embed: width of the activations. Every device has it whole, as it has the five below.
+      word_embed: width of the embedding, where it differs from that of the activations.
+      norm: width of a norm's scale.
+      positions: rows of learned positions.
+      page: tokens of a page.
+      head_dim: width of a head.
       exchange: how tokens come to experts on other devices, and what these give comes back (`models/layers/moe.py`):
         one of `EXCHANGES`.
     """

@@ -18,7 +18,8 @@ class LevelAccuracy:
     Attributes:
       images: number of images classified.
       correct: number of right answers.
-      gained, lost: number of images that only this level, or only level 0, classified rightly.
+      gained: number of images that only this level classified rightly.
+      lost: number of images that only level 0 classified rightly.
       adaptation: the level's token adaptation; another one has another accuracy.
     """
 

@@ -23,7 +23,8 @@ class Latency(NamedTuple):
     """Seconds that a batch takes.
 
     Attributes:
-      p50, p95: the median, and the 95th percentile.
+      p50: the median.
+      p95: the 95th percentile.
     """
 
     p50: float

@@ -112,7 +112,8 @@ class LevelPrograms:
     Args:
       model: the backbone.
       max_batch: images of the largest batch; smaller batches have powers of two as sizes.
-      max_tasks, max_classes: maximum number of tasks, and of classes of a task.
+      max_tasks: maximum number of tasks.
+      max_classes: maximum number of classes of a task.
       store: keeps executables between processes; None: nothing does.
 
     Attributes:

@@ -90,7 +90,8 @@ class Service(Closeable):
       prompt_mode: how a layer's prompts continue in the next one.
       schedule: the division of merges over the layers; None: chosen by profiling for each level.
       max_batch: images that are classified at once.
-      max_tasks, max_classes: maximum number of tasks, and of classes of a task.
+      max_tasks: maximum number of tasks.
+      max_classes: maximum number of classes of a task.
       policy: makes the policy that decides, from the profile, which queries run next and at which level; it follows
         changes of the profile.
       max_waiting: waiting queries beyond which more are refused. None: `MAX_WAITING`, or as many as have images of
@@ -196,8 +197,10 @@ class Service(Closeable):
         Args:
           path: a model directory of a vision transformer, or what stands for one, as in `LLM`.
           repository: the folder of tasks; None: `tasks` in the folder `path`.
-          dtype, quantize: see `load_model`.
-          progress, options: the options of `Service`.
+          dtype: see `load_model`.
+          quantize: see `load_model`.
+          progress: see `Service`.
+          options: see `Service`.
 
         Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
         """

@@ -120,7 +120,9 @@ class SystemConfig:
 
     Attributes:
       name: the memory's owner in errors and tables: the file's name.
-      experts, inputs, rules: the experts, and the routing of inputs.
+      experts: the experts.
+      inputs: the kinds of input, and where each goes first.
+      rules: which expert follows which verdict.
       executors: the executors that run them.
       policy: the scheduler's policy.
       host_memory: bytes of the host cache, where the policy uses one.

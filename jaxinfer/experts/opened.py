@@ -49,7 +49,8 @@ class OpenedSystem:
 
     Attributes:
       config: the config given.
-      experts: the experts whose checkpoints opened. broken: the errors of the others.
+      experts: the experts whose checkpoints opened.
+      broken: the errors of the others.
       graph: which expert follows which, and each one's usage.
       devices: each executor's device.
 

@@ -53,7 +53,8 @@ class Done:
     Attributes:
       result: the result of `run`.
       error: the error it raised, in place of a result.
-      began, ended: times on the loop's clock.
+      began: the time on the loop's clock.
+      ended: the time on the loop's clock.
     """
 
     work: Work

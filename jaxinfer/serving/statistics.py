@@ -15,8 +15,10 @@ class Statistics:
     """A loop's counters.
 
     Attributes:
-      answered, shed, cancelled, failed: number of requests by outcome; a deadline that passed before the beginning
-        counts as shed.
+      answered: number of requests with a result.
+      shed: number of requests that were not begun, those whose deadline passed before included.
+      cancelled: number of requests that their callers cancelled.
+      failed: number of requests that ended with an error.
       late: number of answers after their deadlines.
       batches: number of batches of requests; steps of an engine.
     """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import griffe
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,32 @@ def test_every_name_of_the_api_has_its_place():
     page = (ROOT / "docs/api/generation.md").read_text()
     names = set(importlib.import_module("jaxinfer").__all__) - ELSEWHERE
     assert {name for name in names if f"::: jaxinfer.{name}\n" not in page} == set()
+
+
+def documented(item):
+    """An object of an API page, and what it exports or has inside it."""
+    item = item.final_target if item.is_alias else item
+    yield item
+    for member in item.members.values():
+        here = not member.is_alias or (item.is_module and member.target_path.startswith("jaxinfer."))
+        if here and not member.name.startswith("_") and not (member.is_alias and member.final_target.is_module):
+            yield from documented(member)
+
+
+def test_each_attribute_and_parameter_has_an_entry():
+    """Griffe takes the first of two names for a name with a comma, and the second for its type."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT], docstring_parser="google")
+    loader.load("jaxinfer")
+    loader.resolve_aliases(external=False)
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    wrong = set()
+    for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE):
+        for item in documented(loader.modules_collection[name]):
+            for section in item.docstring.parse("google", warnings=False) if item.docstring else ():
+                for entry in section.value if section.kind.value in ("attributes", "parameters") else ():
+                    if "," in entry.name or re.search(r"\. [a-z_]+: ", entry.description):
+                        wrong.add((item.path, entry.name))
+    assert wrong == set()
 
 
 def test_every_page_is_in_the_navigation():

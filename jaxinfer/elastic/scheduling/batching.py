@@ -61,7 +61,8 @@ class Batch:
     Attributes:
       queries: the queries in the order of arrival.
       arrival: the earliest arrival.
-      deadline, last_deadline: the earliest and the latest deadline.
+      deadline: the earliest deadline.
+      last_deadline: the latest deadline.
       utility: the first query's utility.
     """
 

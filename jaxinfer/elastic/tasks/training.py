@@ -110,7 +110,8 @@ class Trainer:
         """Train the prompts of each layer, float32 [layers, prompts, D], and with them a head.
 
         Args:
-          images: uint8 [N, H, W, 3]. labels: int [N].
+          images: uint8 [N, H, W, 3].
+          labels: int [N].
           head: the initial head.
           prompts: number of prompts per layer.
           mode: how a layer's prompts continue in the next one.
@@ -148,7 +149,8 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: in
     """Fit the linear classifier of features with the least cross-entropy, choosing the penalty on its weights.
 
     Args:
-      features: float32 [N, D]. labels: int [N].
+      features: float32 [N, D].
+      labels: int [N].
       classes: number of classes.
       seed: draws the fifth on which penalties are tried.
     """

@@ -23,7 +23,8 @@ class ServedQuery:
     Attributes:
       level: the level it ran at; None if it was shed.
       batch: the number of its batch; None if it was shed.
-      began, ended: times in seconds; equal if it was shed.
+      began: the time in seconds.
+      ended: the time in seconds, `began` if it was shed.
     """
 
     query: Query

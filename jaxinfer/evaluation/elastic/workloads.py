@@ -108,7 +108,9 @@ def arrivals_at(
 
     Args:
       arrivals: one of `ARRIVALS`, or a similar function.
-      rate, seconds, seed: see `wandering_arrivals`.
+      rate: see `wandering_arrivals`.
+      seconds: see `wandering_arrivals`.
+      seed: see `wandering_arrivals`.
       scale: factor on time.
     """
     return scale * arrivals(rate * scale, seconds / scale, seed=seed)

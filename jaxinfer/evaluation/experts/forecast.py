@@ -72,7 +72,8 @@ class MemoryAdvice:
     Attributes:
       windows: the numbers of experts tried.
       experts: the best of them to have room for.
-      expert_bytes: each executor's bytes for experts, in order. activation_bytes: the rest, for batches.
+      expert_bytes: each executor's bytes for experts, in order.
+      activation_bytes: the rest, for batches.
     """
 
     windows: Sequence[Window]

@@ -23,7 +23,8 @@ class Window:
     """A step of the search.
 
     Attributes:
-      lower, upper: the window's ends, in percent of usage or of experts.
+      lower: the window's lower end, in percent of usage or of experts.
+      upper: its upper end.
       experts: the smallest and the largest number of experts in it.
       throughput: measured with the largest number.
     """

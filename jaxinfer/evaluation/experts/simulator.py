@@ -60,7 +60,8 @@ class SimulatedRun:
 
     Attributes:
       seconds: seconds from the first arrival to the last result.
-      finished: number of inputs with a result. failed: number of inputs that ended with an error.
+      finished: number of inputs with a result.
+      failed: number of inputs that ended with an error.
       latencies: seconds of each input from its arrival to its result.
       statistics: the scheduler's counters.
       decision_seconds: real time of each call into the scheduler to assign a request or to poll.

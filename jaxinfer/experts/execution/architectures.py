@@ -31,7 +31,8 @@ class Architecture:
     Attributes:
       config: the model's config without labels.
       weights: the format of their leaves.
-      shape, dtype: an input's.
+      shape: an input's.
+      dtype: an input's.
     """
 
     config: ModelConfig

@@ -19,7 +19,8 @@ class ExpertRunner:
     """The device side of a system.
 
     Args:
-      executors: the scheduler's executors. devices: the device of each.
+      executors: the scheduler's executors.
+      devices: the device of each.
       experts: the experts by name.
       programs: the programs by architecture and device.
       loader: holds the weights of the experts in each pool.

@@ -72,8 +72,8 @@ class ExpertGraph:
     Attributes:
       experts: the experts by name.
       usage: share of all inputs that reaches each expert, in [0, 1].
-      predecessors, successors: each expert's neighbours. One without predecessors is preliminary, others subsequent
-        (paper section 2.1).
+      predecessors: the experts before each. One without any is preliminary, the others subsequent (paper section 2.1).
+      successors: the experts after each.
     """
 
     def __init__(

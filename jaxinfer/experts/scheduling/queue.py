@@ -13,7 +13,8 @@ class Group:
     """Adjacent requests for one expert, in the order of their arrival.
 
     Attributes:
-      before, behind: the neighbouring groups.
+      before: the group before it.
+      behind: the group behind it.
       latency: the sum of its requests' additional inference latencies.
     """
 

@@ -73,7 +73,8 @@ class Load:
     """An action: load an expert to a pool.
 
     Attributes:
-      executor: the executor whose loader loads it. pool: the pool's index.
+      executor: the executor whose loader loads it.
+      pool: the pool's index.
       tier: its source.
       source: the pool whose copy is used; None: the host cache, or a file.
       evictions: experts that leave the pool first.

@@ -50,7 +50,8 @@ class OpenedModel:
       description: of the stored model.
       fitting: how it is fitted to the mesh.
       weights: the format of the leaves.
-      mesh: the devices, or None for one device. rules: what is split over which mesh axis.
+      mesh: the devices, or None for one device.
+      rules: what is split over which mesh axis.
     """
 
     folder: pathlib.Path
