@@ -36,17 +36,17 @@ def top_k(scores: jax.Array, count: int) -> Pair:
         return jnp.where(wins, left[0], right[0]), jnp.where(wins, left[1], right[1])
 
     def find(i: jax.Array, state: tuple[jax.Array, Pair]) -> tuple[jax.Array, Pair]:
-        found, (key, at) = state
+        indices, (key, at) = state
         left = (keys < key[..., None]) | ((keys == key[..., None]) & (index > at[..., None]))
         scores_left = jnp.where(left, keys, lowest), jnp.where(left, index, size)
         best = lax.reduce(scores_left, (lowest, size), better, (axis,))
         # An update of a slice would be a copy that no graph can have either.
-        return jnp.where(places == i, best[1][..., None], found), best
+        return jnp.where(places == i, best[1][..., None], indices), best
 
     rows, places = scores.shape[:-1], jnp.arange(count)
     before_all = jnp.full(rows, np.iinfo(np.int32).max), jnp.full(rows, -1)
-    found, _ = lax.fori_loop(0, count, find, (jnp.zeros((*rows, count), jnp.int32), before_all))
-    return jnp.take_along_axis(scores, found, axis=-1), found
+    indices, _ = lax.fori_loop(0, count, find, (jnp.zeros((*rows, count), jnp.int32), before_all))
+    return jnp.take_along_axis(scores, indices, axis=-1), indices
 
 
 def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
