@@ -1,5 +1,6 @@
-"""Doctests of docstrings as blocks of code: Markdown would take `>>>` for quotations."""
+"""Doctests of docstrings as blocks of code, which can be copied, and blocks of their output."""
 
+import doctest
 import re
 from typing import Any
 
@@ -17,5 +18,11 @@ class Doctests(griffe.Extension):
 
 
 def fenced(match: re.Match[str]) -> str:
-    """A doctest without the options that only doctest reads."""
-    return f"```python\n{re.sub(r' *# doctest: .*', '', match[0]).rstrip()}\n```\n"
+    """Write statements without prompts and without the options that only doctest reads, and what they print."""
+    blocks, statements = [], ""
+    for example in doctest.DocTestParser().get_examples(match[0]):
+        statements += re.sub(r" *# doctest: .*", "", example.source)
+        if example.want:
+            blocks += [f"```python\n{statements}```", f"```text\n{example.want}```"]
+            statements = ""
+    return "\n\n".join([*blocks, *([f"```python\n{statements}```"] if statements else [])]) + "\n"

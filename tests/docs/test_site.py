@@ -69,6 +69,7 @@ def test_the_site_is_built_whole_and_fetches_nothing(tmp_path):
     pages = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.html")}
     assert {page: FETCHED.findall(text) for page, text in pages.items() if FETCHED.search(text)} == {}
     assert 'id="jaxinfer-generate"' in pages["command-line.html"]
+    assert [page for page, text in pages.items() if "&gt;&gt;&gt;" in text] == []  # a copy would have the prompts
     for module in ("jaxinfer", "jaxinfer.experts", "jaxinfer.elastic", "jaxinfer.serving", "jaxinfer.checkpoints"):
         page = pages[f"api/{module.removeprefix('jaxinfer.').replace('jaxinfer', 'generation')}.html"]
         names = set(importlib.import_module(module).__all__) - ELSEWHERE
