@@ -1,5 +1,6 @@
 """Requests with LoRA adapters, against models whose weights have the adapter merged into them."""
 
+import functools
 import shutil
 
 import jax
@@ -84,17 +85,29 @@ def log_probabilities(graphdef, state, ids):
 
 @pytest.fixture(scope="module")
 def reference(model_dir, folders):
-    """Log probabilities [tokens, V] at an output's tokens, of the model with an adapter merged into it."""
+    """Log probabilities [tokens, V] at an output's tokens, of the model with an adapter merged into it; and the rounding
+    errors to expect of each row, since attention magnifies those of some tokens a hundred times: the largest changes
+    if each weight changes by a rounding."""
     model = load_model(model_dir)
     states = {name: merged(model, folder) for name, folder in {None: None, **folders}.items()}
 
     def rows(output, adapter):
         ids = output.prompt_token_ids + output.outputs[0].token_ids
         padded = np.pad(ids, (0, LENGTH - len(ids)))
-        found = np.asarray(log_probabilities(model.graphdef, states[adapter], padded))
-        return found[len(output.prompt_token_ids) - 1 : len(ids) - 1]
+        state, here = states[adapter], slice(len(output.prompt_token_ids) - 1, len(ids) - 1)
+        right, *others = (
+            np.asarray(log_probabilities(model.graphdef, changed, padded))[here]
+            for changed in (state, *(jax.tree.map(functools.partial(rounded, seed), state) for seed in range(3)))
+        )
+        return right, np.max([abs(other - right) for other in others], axis=(0, 2))
 
     return rows
+
+
+def rounded(seed, weight):
+    """Weights that each are a unit in the last place larger, or smaller, or neither."""
+    steps = np.random.default_rng(seed).integers(-1, 2, weight.shape)
+    return weight * (1 + np.finfo(np.float32).eps * steps.astype(np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +115,9 @@ def check(reference):
     """Asserts that an output is the greedy text of the model with an adapter merged into it, or with none."""
 
     def check(output, adapter):
-        rows, completion = reference(output, adapter), output.outputs[0]
+        (rows, errors), completion = reference(output, adapter), output.outputs[0]
         np.testing.assert_array_equal(rows.argmax(axis=1), completion.token_ids)
-        np.testing.assert_allclose(logprobs(output), rows.max(axis=1), atol=1e-4)
+        assert (abs(logprobs(output) - rows.max(axis=1)) <= 4 * errors).all()
 
     return check
 
@@ -169,7 +182,7 @@ def test_an_adapter_over_int8_weights(model_dir, folders, reference):
 
     def error(output, name):
         tokens = output.outputs[0].token_ids
-        return np.abs(reference(output, name)[np.arange(len(tokens)), tokens] - logprobs(output)).mean()
+        return np.abs(reference(output, name)[0][np.arange(len(tokens)), tokens] - logprobs(output)).mean()
 
     adapted, plain = generate(llm, ["all", None])
     assert error(adapted, "all") < 0.5  # 0.28, of log probabilities down to -30
