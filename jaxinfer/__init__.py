@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     )
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
+    from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.generation.params import StructuredOutputsParams
     from jaxinfer.generation.sampling.sampler import LogitsProcessor
-    from jaxinfer.sharding import MeshConfig
+    from jaxinfer.sharding import MeshConfig, ShardingRules
+    from jaxinfer.streaming.config import MemoryOptions
 
 __all__ = [
     "LLM",
@@ -34,15 +36,18 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Embedder",
+    "EngineOptions",
     "EngineStats",
     "FinishReason",
     "LogitsProcessor",
+    "MemoryOptions",
     "MeshConfig",
     "OutputStream",
     "PoolingParams",
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "ShardingRules",
     "StructuredOutputsParams",
     "__version__",
     "elastic",
@@ -55,9 +60,12 @@ _MODULES = {
     "AsyncLLM": "jaxinfer.generation.api.async_llm",
     "BeamSearchOutput": "jaxinfer.generation.api.beam_search",
     "BeamSearchParams": "jaxinfer.generation.api.beam_search",
+    "EngineOptions": "jaxinfer.generation.engine.config",
     "LogitsProcessor": "jaxinfer.generation.sampling.sampler",
+    "MemoryOptions": "jaxinfer.streaming.config",
     "MeshConfig": "jaxinfer.sharding",
     "OutputStream": "jaxinfer.generation.api.async_llm",
+    "ShardingRules": "jaxinfer.sharding",
     "StructuredOutputsParams": "jaxinfer.generation.params",
 }
 

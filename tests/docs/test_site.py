@@ -10,6 +10,8 @@ from pathlib import Path
 import griffe
 import pytest
 
+from jaxinfer import EngineOptions, MemoryOptions
+
 ROOT = Path(__file__).parents[2]
 FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 """What a browser fetches from elsewhere, in HTML."""
@@ -74,6 +76,9 @@ def test_the_site_is_built_whole_and_fetches_nothing(tmp_path):
         page = pages[f"api/{module.removeprefix('jaxinfer.').replace('jaxinfer', 'generation')}.html"]
         names = set(importlib.import_module(module).__all__) - ELSEWHERE
         assert [name for name in sorted(names) if f'id="{module}.{name}"' not in page] == []
+    for options in (EngineOptions, MemoryOptions):
+        ids = [f'id="jaxinfer.{options.__name__}.{name}"' for name in options.__annotations__]
+        assert [name for name in ids if name not in pages["api/generation.html"]] == []
 
 
 @pytest.mark.slow

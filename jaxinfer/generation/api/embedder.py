@@ -37,8 +37,8 @@ class Embedder(EngineHolder):
       max_batch: how many texts, or images, can run at once.
       context: how many tokens a text can have; None: the model's own.
       progress: as in `LLM`.
-      options: those of `LLM` for a decoder; for an encoder those of `EngineOptions` that `EncoderEngineConfig` has, and
-        `MemoryOptions`. Of a vision transformer `level` and `kernels` alone; it runs on one device.
+      options: those of `LLM` for a decoder. An encoder takes `MemoryOptions`, and of `EngineOptions` token_budget,
+        overlap, kernels and level. A vision transformer takes kernels and level, and runs on one device.
 
     Raises as `LLM` does.
     """

@@ -49,8 +49,8 @@ class LLM(EngineHolder):
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
       progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
         (what, done, total) in its place, or None: unless `JAXINFER_PROGRESS=0` is in the environment.
-      options: `EngineOptions` (generation/engine/config.py) and `MemoryOptions` (streaming/config.py), such as
-        page_size, num_speculative_tokens and weights.
+      options: those of `EngineOptions`, such as page_size and num_speculative_tokens, and of `MemoryOptions`, such as
+        weights and device_memory.
 
     Raises ValueError naming what is wrong and how to fix it, and MemoryError if the weights do not fit, both before
     any weight is read.

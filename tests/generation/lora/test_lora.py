@@ -85,9 +85,11 @@ def log_probabilities(graphdef, state, ids):
 
 @pytest.fixture(scope="module")
 def reference(model_dir, folders):
-    """Log probabilities [tokens, V] at an output's tokens, of the model with an adapter merged into it; and the rounding
-    errors to expect of each row, since attention magnifies those of some tokens a hundred times: the largest changes
-    if each weight changes by a rounding."""
+    """Log probabilities [tokens, V] at an output's tokens, of the model with an adapter merged into it, with errors.
+
+    The errors [tokens] are the largest changes if each weight changes by a rounding: attention magnifies those of some
+    tokens a hundred times.
+    """
     model = load_model(model_dir)
     states = {name: merged(model, folder) for name, folder in {None: None, **folders}.items()}
 
