@@ -161,7 +161,7 @@ def _time(program: Any, args: Sequence[Any], seconds: float) -> float:
     return taken / calls
 
 
-def filled(*shapes: Any) -> tuple[Any, ...]:
+def example_arguments(*shapes: Any) -> tuple[Any, ...]:
     """Return arguments of these shapes: small floats, and 0 for whole numbers, which is a valid page or position."""
 
     def fill(shape: Any) -> jax.Array:

@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
-from jaxinfer.pallas_kernels.choices import Call, filled, preferred
+from jaxinfer.pallas_kernels.choices import Call, example_arguments, preferred
 from jaxinfer.pallas_kernels.cpu.library import library_or_none
 from jaxinfer.pallas_kernels.implementation import Implementation
 from jaxinfer.pallas_kernels.target import (
@@ -50,7 +50,9 @@ class Operation:
       example: makes arguments to measure with from their shapes (`choices.measure`).
     """
 
-    def __init__(self, name: str, *implementations: Implementation, example: Callable[..., tuple[Any, ...]] = filled):
+    def __init__(
+        self, name: str, *implementations: Implementation, example: Callable[..., tuple[Any, ...]] = example_arguments
+    ):
         self.name, self.implementations, self.example = name, implementations, example
 
     def __call__(self, *args: Any, **static: Any) -> Any:

@@ -414,9 +414,9 @@ class Service(Closeable):
             if decider is not None:
                 decider.loop.close(drain=drain, timeout=timeout)
         finally:
-            self._let_go()
+            self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Free memory, unless a task is being registered, whose end does."""
         if self._origin.forked or not self._registering.acquire(blocking=False):
             return
@@ -438,7 +438,7 @@ class Service(Closeable):
                 yield
         finally:
             if self._closed:
-                self._let_go()
+                self._free()
 
     @property
     def is_running(self) -> bool:

@@ -165,7 +165,7 @@ class OpenedSystem:
 
     def _measure(self, architecture: Architecture, device: Any, *, remeasure: bool) -> Measured:
         """Measure by the first expert that can be loaded."""
-        loader, beside = self._loader([device]), self.devices.count(device)
+        loader, sharers = self._loader([device]), self.devices.count(device)
         try:
             for name in [name for name, expert in self.experts.items() if expert.architecture == architecture]:
                 try:
@@ -175,7 +175,7 @@ class OpenedSystem:
                         0,
                         name,
                         max_batch=self.config.max_batch,
-                        beside=1 if self.config.policy.one_executor else beside,
+                        sharers=1 if self.config.policy.one_executor else sharers,
                         remeasure=remeasure,
                     )
                 except LoadError as error:

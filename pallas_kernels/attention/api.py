@@ -13,7 +13,7 @@ from jaxinfer.pallas_kernels.attention import mosaic as kernels
 from jaxinfer.pallas_kernels.attention import reference as plain
 from jaxinfer.pallas_kernels.attention import xla as fallbacks
 from jaxinfer.pallas_kernels.attention.heads import split_and_store, split_heads
-from jaxinfer.pallas_kernels.choices import filled
+from jaxinfer.pallas_kernels.choices import example_arguments
 from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import Implementation, composed, ffi, mosaic, reference, xla
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -45,7 +45,7 @@ def _full_rows(x: Any, pages: Any, page_table: Any, positions: Any, *rest: Any) 
     """Return arguments to measure with: rows whose tokens are the last that their pages hold."""
     last = page_table.shape[1] * pages.k.shape[1]
     places = jnp.broadcast_to(jnp.arange(last - positions.shape[1], last, dtype=jnp.int32), positions.shape)
-    x, pages, page_table, *others = filled(x, pages, page_table, *rest)
+    x, pages, page_table, *others = example_arguments(x, pages, page_table, *rest)
     return x, pages, page_table, places, *others
 
 

@@ -42,7 +42,7 @@ def test_routes():
     assert graph.next("a", "ok") == "d"
     assert graph.next("a", "broken") is None
     assert graph.next("d", "ok") is None
-    with pytest.raises(RoutingError, match="no input is of kind 'nail'; known: screw"):
+    with pytest.raises(RoutingError, match="unknown kind of input 'nail'; known: screw"):
         graph.first("nail")
     with pytest.raises(RoutingError, match="there is no expert 'z'; known: a, d"):
         graph.require("z")

@@ -133,7 +133,7 @@ def test_an_event_loop(board, start):
 
 def test_inputs_that_cannot_be_are_refused_at_once(start):
     system = start("c0", "e0", slots=20)
-    with pytest.raises(RoutingError, match="no input is of kind 'c7'; known: c0, e0"):
+    with pytest.raises(RoutingError, match="unknown kind of input 'c7'; known: c0, e0"):
         system.submit("c7", image(0))
     for bad in (image(0)[:-1], image(0).astype(np.float32), np.full((32, 32, 3), np.nan)):
         with pytest.raises(InvalidInputError, match="an image must be uint8"):

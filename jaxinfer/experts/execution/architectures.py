@@ -139,14 +139,14 @@ class ArchitecturePrograms:
         return jax.block_until_ready(self.cache.get(Judge(batch=size))(list(leaves), padded))
 
 
-def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: str) -> Costs:
+def open_costs(architecture: Architecture, device: Any, *, sharers: int, disk: str) -> Costs:
     """Open the record of an architecture's costs on a device, which is kept on disk.
 
     Args:
-      beside: number of executors that share the device and slow one another.
+      sharers: number of executors that share the device and slow one another.
       disk: the disk that the experts are on.
     """
-    key = {"architecture": str(architecture), "executors": str(beside), "disk": disk}
+    key = {"architecture": str(architecture), "executors": str(sharers), "disk": disk}
     return Costs.open(device=device_name(device), model=key)
 
 

@@ -52,7 +52,7 @@ def measure(
     expert: str,
     *,
     max_batch: int,
-    beside: int = 1,
+    sharers: int = 1,
     remeasure: bool = False,
 ) -> Measured:
     """Read an architecture's profile on a device from the record of costs, and measure missing parts.
@@ -63,20 +63,20 @@ def measure(
       pool: an empty pool on the device.
       expert: an expert of the architecture.
       max_batch: the largest batch to measure.
-      beside: number of executors that share the device; all run while one is measured.
+      sharers: number of executors that share the device; all run while one is measured.
       remeasure: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
-    costs = open_costs(programs.architecture, programs.device, beside=beside, disk=loader.disk(expert))
+    costs = open_costs(programs.architecture, programs.device, sharers=sharers, disk=loader.disk(expert))
     sizes = powers(2, 1, max(2, max_batch))
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
     if remeasure or not known:
-        _run(programs, loader, pool, expert, costs, beside=beside)
+        _run(programs, loader, pool, expert, costs, sharers=sharers)
     for _ in range(ATTEMPTS - 1):
         if _fit(costs, sizes, max_batch).r_squared >= MIN_R_SQUARED:
             break
-        _run(programs, loader, pool, expert, costs, beside=beside)
+        _run(programs, loader, pool, expert, costs, sharers=sharers)
     latency, k, b, r_squared = dataclasses.astuple(_fit(costs, sizes, max_batch))
     if r_squared < MIN_R_SQUARED:
         log.warning(
@@ -133,14 +133,14 @@ def _median(costs: Costs, name: str) -> float:
 
 
 def _run(
-    programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, beside: int
+    programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, sharers: int
 ) -> None:
     """Load the expert from every tier, run batches of all sizes, and record their times."""
     steps = (1 + REPEATS) * (1 + len(programs.sizes))
     with long_work(f"measuring {programs.architecture.name}", total=steps) as work:
         _run_loads(loader, pool, expert, costs, work)
         _load(loader, pool, expert, "disk", costs)
-        _run_batches(programs, loader.leaves(pool, expert), costs, work, beside=beside)
+        _run_batches(programs, loader.leaves(pool, expert), costs, work, sharers=sharers)
         loader.begin_eviction(pool, [Eviction(expert=expert, to_host=False)], ())()
 
 
@@ -156,13 +156,13 @@ def _run_loads(loader: ExpertLoader, pool: int, expert: str, costs: Costs, work:
 
 
 def _run_batches(
-    programs: ArchitecturePrograms, leaves: Sequence, costs: Costs, work: LongWork, *, beside: int
+    programs: ArchitecturePrograms, leaves: Sequence, costs: Costs, work: LongWork, *, sharers: int
 ) -> None:
     for size in programs.sizes:
         inputs = [np.zeros(programs.architecture.shape, programs.architecture.dtype)] * size
         ended = threading.Event()
         others = [
-            threading.Thread(target=_keep_running, args=(programs, leaves, inputs, ended)) for _ in range(beside - 1)
+            threading.Thread(target=_keep_running, args=(programs, leaves, inputs, ended)) for _ in range(sharers - 1)
         ]
         for thread in others:
             thread.start()

@@ -291,9 +291,9 @@ class ExpertManager:
     def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
         """Reserve memory for a batch and its expert until `take_back`, evicting experts; return None if impossible."""
         pool = executor.pool
-        beside = 0 if pool.has(expert) else self.graph.experts[expert].bytes
+        spare_bytes = 0 if pool.has(expert) else self.graph.experts[expert].bytes
         keep = [expert, *self._about_to_run(pool)]
-        victims = pool.reserve(_activations(executor), size, beside=beside, keep=keep)
+        victims = pool.reserve(_activations(executor), size, spare_bytes=spare_bytes, keep=keep)
         if victims is None:
             return None
         evictions, dropped = self._leave(executor, victims)

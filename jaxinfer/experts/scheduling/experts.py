@@ -106,7 +106,7 @@ class ExpertGraph:
     def first(self, kind: str) -> str:
         """The first expert of inputs of this kind. Raises RoutingError."""
         if kind not in self._inputs:
-            raise RoutingError(f"no input is of kind {kind!r}; known: {_some(self._inputs)}.")
+            raise RoutingError(f"unknown kind of input {kind!r}; known: {_some(self._inputs)}.")
         return self._inputs[kind].expert
 
     def next(self, expert: str, verdict: str) -> str | None:

@@ -78,7 +78,7 @@ class ModelPool:
     def begin_load(self, name: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:
         """Make room for an expert and begin to load it; return the evicted experts.
 
-        Returns None, and changes nothing, if there is no room beside experts in use, being loaded, or in `keep`.
+        Returns None, and changes nothing, if there is no room besides experts in use, being loaded, or in `keep`.
         """
         victims = self._make_room(size, keep)
         if victims is not None:
@@ -111,13 +111,13 @@ class ModelPool:
         """Undo `use`."""
         self._residents.unpin(name)
 
-    def reserve(self, owner: str, size: int, *, beside: int = 0, keep: Iterable[str] = ()) -> list[str] | None:
+    def reserve(self, owner: str, size: int, *, spare_bytes: int = 0, keep: Iterable[str] = ()) -> list[str] | None:
         """Reserve bytes for something other than experts until `give_back`; return the evicted experts, None: no room.
 
         Args:
-          beside: bytes to leave free, for the expert that will be loaded.
+          spare_bytes: bytes to leave free, for the expert that will be loaded.
         """
-        victims = self._make_room(size + beside, keep)
+        victims = self._make_room(size + spare_bytes, keep)
         if victims is not None:
             self._residents.add(owner, None, size)
             self._residents.pin(owner)

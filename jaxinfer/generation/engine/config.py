@@ -16,7 +16,7 @@ class EngineOptions(TypedDict, total=False):
     page_size: int
     """Tokens in a page of the KV cache."""
     token_budget: int
-    """How many prompt tokens go into one step, beside a token of each sequence that decodes."""
+    """How many prompt tokens go into one step, in addition to a token of each sequence that decodes."""
     chunk_size: int
     """Prompts go through the model in chunks of this many tokens (chunked prefill)."""
     max_decode_passes: int

@@ -116,7 +116,7 @@ class Engine:
         """
         if isinstance(prompt, Request):
             if params is not None or request_id is not None:
-                raise ValueError("A prepared request has its params and request_id: give none beside it.")
+                raise ValueError("A prepared request already has its params and request_id; do not give them again.")
             self.inputs.check_own(prompt)
             return prompt
         self._origin.check()

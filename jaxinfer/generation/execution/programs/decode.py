@@ -136,10 +136,10 @@ def _pass(
     step: DecodeRows,
     carry: _Carry,
     guess: Speculation,
-    most: jax.Array,
+    max_passes: jax.Array,
     processors: LogitsProcessors,
 ) -> _Carry:
-    """Run one pass over 1 + W tokens a row. most: int32 [], the most passes."""
+    """Run one pass over 1 + W tokens a row. max_passes: int32 []."""
     before = carry.passed
     group = tokens_of(before.history, step.rows, before.progress.position, step.adapter, guess)
     routings: list[Routing] = []
@@ -158,7 +158,7 @@ def _pass(
         passes,
         carry.speculative_passes + active * int(guess.tokens.shape[1] > 0),
         experts,
-        any_part(jnp.any(passed.progress.active & (passes < most)), "batch"),
+        any_part(jnp.any(passed.progress.active & (passes < max_passes)), "batch"),
     )
 
 
