@@ -190,6 +190,8 @@ class _Header:
     def _array(self, type_: int, count: int) -> list[Any]:
         if type_ == gguf.GGUFValueType.STRING:
             return [self.string() for _ in range(count)]
+        if type_ == gguf.GGUFValueType.ARRAY:
+            return [self._array(self.number("<I"), self.number()) for _ in range(count)]
         if type_ not in _SCALARS:
             raise self.corrupt(f"a value of type {type_}")
         dtype = np.dtype(_SCALARS[gguf.GGUFValueType(type_)])

@@ -53,7 +53,8 @@ class SafetensorsFolder:
             header = _read_header(file)
             if missing := sorted(expected - header.keys()):
                 raise CheckpointError(f"{file}: lacks {', '.join(missing)}, which {INDEX} lists; fetch it again.")
-            self.tensors |= header
+            # Also of a file that has more, such as an old copy of a tensor: the index says which one counts.
+            self.tensors |= {name: header[name] for name in expected} if expected else header
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import random
 import re
+import struct
 import zipfile
 
 import gguf
@@ -212,6 +213,7 @@ def refuses(file: pathlib.Path, message: str) -> None:
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.pre='llama-bpe' is not implemented for SentencePiece"),
         ({"tokenizer__ggml__bos_token_id": 999}, "tokenizer.ggml.bos_token_id=999 is none of 326 tokens"),
         ({"tokenizer__ggml__merges": ["a zz"]}, r"tokenizer.ggml.\* is not a tokenizer"),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing, so words would become bytes"),
         ({"tokenizer__ggml__token_type": [1]}, "tokens has 328 entries, token_type 1"),
         ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces is not implemented"),
         ({"tokenizer__chat_templates": ["../x"]}, "must be names of templates"),
@@ -225,6 +227,30 @@ def refuses(file: pathlib.Path, message: str) -> None:
 )
 def test_what_is_not_implemented_is_refused_by_name(files, tmp_path, changes, message):
     refuses(rewrite(tmp_path / "model.gguf", files / "llama.F32.gguf", **changes), message)
+
+
+def test_what_llama_cpp_takes_too(files, tmp_path):
+    """An array of arrays in a key that nobody reads, 2^32 - 1 for no token, and two unused tokens without names."""
+    original = files / "llama.F32.gguf"
+    metadata = GgufFile(original).metadata
+    count, nested = len(metadata["tokenizer.ggml.tokens"]), np.arange(6, dtype="<i4").reshape(2, 3).tolist()
+    changes = {
+        "tokenizer__ggml__padding_token_id": np.uint32(2**32 - 1).item(),
+        "tokenizer__ggml__tokens": [*metadata["tokenizer.ggml.tokens"][:-2], "", "", "last"],
+        "tokenizer__ggml__token_type": [*metadata["tokenizer.ggml.token_type"][:-2], 5, 5, 1],
+    }
+    fields = {**metadata, **{key.replace("__", "."): value for key, value in changes.items()}}
+    made = tokenizers.Tokenizer.from_str(tokenizer_files(fields, count + 1)["tokenizer.json"].decode())
+    assert made.token_to_id("last") == count
+    assert "pad_token" not in json.loads(tokenizer_files(fields, count + 1)["tokenizer_config.json"])
+    file = rewrite(tmp_path / "model.gguf", original, an__array=[0])
+    one, header = struct.pack("<IQ", gguf.GGUFValueType.INT32, 1), struct.pack("<I", gguf.GGUFValueType.ARRAY)
+    content, key = file.read_bytes(), b"an.array"
+    flat = key + header + one + struct.pack("<i", 0)
+    arrays = b"".join(struct.pack("<IQ3i", gguf.GGUFValueType.INT32, 3, *row) for row in nested)
+    assert content.count(flat) == 1
+    file.write_bytes(content.replace(flat, key + header + struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 2) + arrays))
+    assert GgufFile(file).metadata["an.array"] == nested
 
 
 def test_other_types_are_refused_by_name(tmp_path):

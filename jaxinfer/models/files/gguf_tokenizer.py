@@ -6,7 +6,7 @@ whose way of splitting texts has a name; and SentencePiece's, whose merges follo
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import msgspec
@@ -60,6 +60,10 @@ _SPLITTINGS = {
 }
 
 
+_NO_TOKEN = (1 << 32) - 1
+"""llama.cpp's -1 for "none", as some converters write it for a padding token."""
+
+
 class _Fields(msgspec.Struct, kw_only=True):
     """The metadata of a tokenizer: keys that begin with `tokenizer.ggml.`, without it."""
 
@@ -103,8 +107,11 @@ class _Fields(msgspec.Struct, kw_only=True):
             raise ValueError(f"{_KEY}tokens has {len(fields.tokens)} entries, token_type {len(kinds)}; fetch it again.")
         count = max((id_ + 1 for id_, kind in enumerate(kinds) if kind != TokenType.UNUSED), default=0)
         fields.tokens, fields.token_type = fields.tokens[:count], kinds[:count]
-        if len(set(fields.tokens)) != count:
+        used = [token for token, kind in zip(fields.tokens, fields.token_type, strict=True) if kind != TokenType.UNUSED]
+        if len(set(used)) != len(used):
             raise ValueError(f"{_KEY}tokens has a token twice; convert the model again.")
+        if fields.model == "gpt2" and not fields.merges and any(len(token) > 1 for token in fields.plain_tokens):
+            raise ValueError(f"{_KEY}merges is missing, so words would become bytes; convert the model again.")
         for role in ("bos", "eos", "eot", "eom", "padding", "unknown"):
             fields.token(role)
         return fields
@@ -115,6 +122,12 @@ class _Fields(msgspec.Struct, kw_only=True):
         return [int(TokenType.NORMAL)] * len(self.tokens) if self.token_type is None else self.token_type
 
     @property
+    def plain_tokens(self) -> Iterator[str]:
+        """The tokens that a text is split into, without those that are looked for in it first."""
+        kinds = zip(self.tokens, self.kinds, strict=True)
+        return (token for token, kind in kinds if kind == TokenType.NORMAL)
+
+    @property
     def splitting(self) -> _Splitting:
         """How byte-level BPE splits a text."""
         if self.pre not in _SPLITTINGS:
@@ -123,7 +136,7 @@ class _Fields(msgspec.Struct, kw_only=True):
 
     def token(self, role: str) -> str | None:
         """The token that has a role; None: none has."""
-        if (id_ := getattr(self, f"{role}_token_id")) is None:
+        if (id_ := getattr(self, f"{role}_token_id")) in (None, _NO_TOKEN):
             return None
         if not 0 <= id_ < len(self.tokens):
             raise ValueError(f"{_KEY}{role}_token_id={id_} is none of {len(self.tokens)} tokens; convert it again.")
@@ -232,7 +245,11 @@ def _merges(fields: _Fields) -> list[tuple[str, str]]:
 
 
 def _ids(fields: _Fields) -> dict[str, int]:
-    return {token: id_ for id_, token in enumerate(fields.tokens)}
+    """The id of each token; of unused ones only where nothing else has the name, which may be empty."""
+    by_use = sorted(
+        enumerate(zip(fields.tokens, fields.kinds, strict=True)), key=lambda item: item[1][1] != TokenType.UNUSED
+    )
+    return {token: id_ for id_, (token, kind) in by_use if token or kind != TokenType.UNUSED}
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, fields: _Fields) -> None:
