@@ -39,6 +39,15 @@ def test_reads_every_tensor(tmp_path, sharded):
         np.testing.assert_array_equal(found, tensor)
 
 
+def test_the_index_says_which_file_counts(tmp_path):
+    """Not the last one that has the tensor: the copy in the second file is an old one."""
+    _sharded(tmp_path)
+    save_file({"a": 0 * TENSORS["a"], "b": TENSORS["b"], "c": TENSORS["c"]}, tmp_path / "two.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    assert folder.tensors.keys() == TENSORS.keys()
+    np.testing.assert_array_equal(folder.read("a"), TENSORS["a"])
+
+
 def test_one_file_of_another_name(tmp_path):
     save_file(TENSORS, tmp_path / "weights.safetensors")
     assert SafetensorsFolder(tmp_path).tensors.keys() == TENSORS.keys()

@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -120,6 +121,20 @@ def test_int4_holds_whole_groups_of_inputs(tmp_path):
     assert leaves["layers.0.mlp.down.scale"] == "float32[128]"
     assert leaves["layers.0.mlp.gate_up.weight"] == "uint16[640, 32]"
     assert leaves["layers.0.mlp.gate_up.scale"] == "bfloat16[1, 640]"
+
+
+def test_parts_of_one_matrix_may_differ_in_dtype(hf, out):
+    """Queries in bfloat16, keys and values in float16."""
+    tensors = load_file(hf / "model.safetensors")
+    for name, dtype in (("q", ml_dtypes.bfloat16), ("k", np.float16), ("v", np.float16)):
+        tensor = f"model.layers.0.self_attn.{name}_proj.weight"
+        tensors[tensor] = tensors[tensor].astype(dtype)
+    save_file(tensors, hf / "model.safetensors")
+    convert(hf, out, dtype="float32")
+    stored = np.asarray(checkpoints.load(out)["layers.0.attention.qkv.weight"])
+    same = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    save_file(same, hf / "model.safetensors")
+    np.testing.assert_array_equal(stored, HuggingFaceModel(hf).read("layers.0.attention.qkv.weight"))
 
 
 def test_sharded_index(hf, out, tmp_path):

@@ -60,6 +60,11 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("llama_linear", {"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope_scaling.rope_type='axial'"),
         ("llama_linear", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' must be of type float"),
         ("llama_linear", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        (
+            "llama_yarn",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters and rope_scaling differ; put what rope_scaling has into rope_parameters, and remove",
+        ),
         ("llama_linear", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("llama_linear", {"hidden_size": None}, "hidden_size is missing"),
         ("llama_linear", {"hidden_size": "24"}, "hidden_size='24' must be of type int"),
@@ -188,6 +193,8 @@ def test_yarn_attention_factor():
         return config_of("llama_yarn", rope_parameters=rope).positions.scaling.attention_factor
 
     assert factor() == pytest.approx(0.1 * np.log(4) + 1)
+    ratio = config_of("llama_yarn").context / 16
+    assert factor(factor=None, original_max_position_embeddings=16) == pytest.approx(0.1 * np.log(ratio) + 1)
     assert factor(attention_factor=1.5) == 1.5
     assert factor(mscale=2.0, mscale_all_dim=1.0) == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
 

@@ -13,7 +13,7 @@ from jaxinfer.models.families.mapping import Source, constant, pairs_to_halves
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     """The part of a config that Command R and Command R7B have in common."""
-    hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True} | dict(hf)
+    hf = {"tie_word_embeddings": True} | dict(hf)
     fields, config = Fields(hf), llama.base_config(hf)
     bias = fields.flag("attention_bias", default=False)
     config = dataclasses.replace(
@@ -27,7 +27,8 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     qk_norm = Fields(hf).flag("use_qk_norm", default=False)
-    return llama.with_attention(base_config(hf), qk_norm=qk_norm, qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS)
+    config = base_config({"rope_theta": 500_000.0} | dict(hf))
+    return llama.with_attention(config, qk_norm=qk_norm, qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS)
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:

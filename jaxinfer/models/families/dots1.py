@@ -9,7 +9,8 @@ from jaxinfer.models.families.fields import FULL, SLIDING, Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields, config = Fields({"sliding_window": 4096} | dict(hf)), llama.base_config(hf)  # null means none
+    fields = Fields({"sliding_window": 4096} | dict(hf))  # null means none
+    config = llama.base_config({"num_key_value_heads": 32} | dict(hf))
     full = fields.integer("max_window_layers", default=62)
     kinds = [FULL if i < full else SLIDING for i in range(config.layers)]
     bias = fields.flag("attention_bias", default=False)

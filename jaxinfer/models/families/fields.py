@@ -203,7 +203,7 @@ class Fields:
         fraction_names: tuple[str, ...] = ("partial_rotary_factor",),
     ) -> PositionsConfig:
         """Return rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
-        name = next((n for n in ("rope_parameters", "rope_scaling") if self.values.get(n)), "rope_scaling")
+        name = self._one_spelling("rope_parameters", "rope_scaling")
         rope = Fields(self.optional(dict, name) or {})
         theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
         fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
@@ -221,6 +221,7 @@ class Fields:
 
         In the older spelling `rope_scaling` is of full attention alone.
         """
+        self._one_spelling("rope_parameters", "rope_scaling")
         nested = self.optional(dict, "rope_parameters") or {}
         if nested and not nested.keys() <= {FULL, SLIDING}:
             raise ValueError(
@@ -240,6 +241,12 @@ class Fields:
             SLIDING: sliding.rotary(head_dim, theta=sliding_theta, theta_names=sliding_names),
         }
 
+    def _one_spelling(self, new: str, old: str) -> str:
+        """Return which of two spellings of a field the config has. Raises ValueError for both if they differ."""
+        if self.values.get(new) and self.values.get(old) and self.values[new] != self.values[old]:
+            raise ValueError(f"{self.file}: {new} and {old} differ; put what {old} has into {new}, and remove {old}.")
+        return new if self.values.get(new) else old
+
     def _rope_scaling(self, name: str, rope: "Fields") -> RopeScaling | None:
         kind = rope.optional(str, "rope_type", "type") or "default"
         kind = "longrope" if kind == "su" else kind  # as the first Phi-3 wrote it
@@ -256,7 +263,10 @@ class Fields:
         original = original or self.integer("max_position_embeddings")
         if kind == "longrope":
             return self._longrope(rope, original)
-        factor = rope.number("factor")
+        if kind == "yarn" and rope.values.get("factor", 0) is None:  # as transformers
+            factor = self.integer("max_position_embeddings") / original
+        else:
+            factor = rope.number("factor")
         if kind == "dynamic":
             return None  # scales what is longer than max_position_embeddings, which no request may be
         if kind == "linear":

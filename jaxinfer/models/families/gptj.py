@@ -36,7 +36,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         context=fields.integer("n_positions", "max_position_embeddings", default=2048),
         block=BlockKind.PARALLEL,
         attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=head_dim),
-        positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=fields.integer("rotary_dim", default=head_dim)),
+        positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=fields.integer("rotary_dim", default=64)),
         mlp=MlpConfig(
             hidden=fields.integer("n_inner", default=4 * embed),
             activation=fields.activation("activation_function", default="gelu_new"),

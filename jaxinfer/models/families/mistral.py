@@ -9,7 +9,8 @@ from jaxinfer.models.families.fields import Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields, config = Fields({"sliding_window": 4096} | dict(hf)), llama.base_config(hf)  # null means none
+    fields = Fields({"sliding_window": 4096} | dict(hf))  # null means none
+    config = llama.base_config({"num_key_value_heads": 8} | dict(hf))
     fields.expect("layer_types", None, "alternating windows belong to other families")
     return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
 

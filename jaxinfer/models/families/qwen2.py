@@ -18,7 +18,7 @@ def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    config = llama.base_config(hf)
+    config = llama.base_config({"num_key_value_heads": 32} | dict(hf))
     return llama.with_attention(config, qkv_bias=True, windows=windows(Fields(hf), config.layers))
 
 

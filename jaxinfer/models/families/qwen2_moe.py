@@ -35,7 +35,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields, config = Fields(hf), llama.base_config(hf)
+    fields, config = Fields(hf), llama.base_config({"num_key_value_heads": 16} | dict(hf))
     moe = MoeConfig(
         router=router(fields),
         shared_hidden=fields.integer("shared_expert_intermediate_size", default=5632),

@@ -9,7 +9,7 @@ from jaxinfer.models.families.fields import Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields, config = Fields(hf), llama.base_config({"head_dim": 128} | dict(hf))
+    fields, config = Fields(hf), llama.base_config({"head_dim": 128, "num_key_value_heads": 32} | dict(hf))
     bias = fields.flag("attention_bias", default=False)
     return llama.with_attention(
         config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen2.windows(fields, config.layers)

@@ -143,7 +143,7 @@ class HuggingFaceModel:
         """Read one leaf in our layout, or one expert's part of it, in the checkpoint's dtype."""
         source = self._plan[name]
         index = () if source.index is None else (source.index,)
-        return source.combine(*(self._tensors.read(tensor, *index) for tensor in source.names))
+        return source.combine(*_of_one_dtype([self._tensors.read(tensor, *index) for tensor in source.names]))
 
     def tokenizer_files(self) -> Mapping[str, bytes | pathlib.Path]:
         """The files of the tokenizer by name: their contents, or where they are; none for models of images."""
@@ -168,6 +168,11 @@ class HuggingFaceModel:
         for outside in (i for i in ids if not 0 <= i < vocab):
             log.warning("%s: %s=%d is left out: the vocabulary has %d tokens.", self.path, role, outside, vocab)
         return tuple(i for i in ids if 0 <= i < vocab)
+
+
+def _of_one_dtype(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Cast the parts of a leaf to float32 if their dtypes differ: it has the values of bfloat16 and of float16."""
+    return parts if len({part.dtype for part in parts}) == 1 else [part.astype(np.float32) for part in parts]
 
 
 def beside_weights(names: Collection[str]) -> list[str]:
