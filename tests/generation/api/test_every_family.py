@@ -59,6 +59,11 @@ def test_streamed(name, model, dtype):
         np.testing.assert_allclose(streamed.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-6)
         return
     alone, streamed = (LLM(model, weights=weights, dtype=dtype, **ONE) for weights in ("device", "disk"))
+    if dtype == "bfloat16" and name in goldens.EXPERTS:  # the last bit of a score may choose another expert
+        exact = LLM(model, dtype="float32", **ONE)
+        errors = [np.median(logprob_errors(llm, exact, GREEDY, PROMPTS)) for llm in (alone, streamed)]
+        assert 0 < errors[1] < 1.5 * errors[0]
+        return
     assert generate(streamed, GREEDY, PROMPTS) == generate(alone, GREEDY, PROMPTS)
 
 
