@@ -112,6 +112,9 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     return text
 
 
+_COLLECTIONS = ("bad_words", "logit_bias", "logits_processors", "stop", "stop_token_ids")
+
+
 @refuses(SAMPLING)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -119,7 +122,7 @@ class SamplingParams:
 
     Attributes:
       max_tokens: the most tokens to generate; None: until the context is full.
-      min_tokens: output tokens before which no stop token may be chosen.
+      min_tokens: output tokens before which no stop token may be chosen and no stop string ends the text.
       temperature: 0 is greedy; the other options of choice then have no effect.
       top_k: keep the k likeliest tokens (0: all).
       top_p: keep the smallest set of tokens with this much probability (1: all).
@@ -135,7 +138,7 @@ class SamplingParams:
         the others in the output. Words of one token, and up to 512 tokens in words of several.
       seed: same seed, prompt and options, same text, whatever else is in the batch. None: a random seed.
       n: completions of this prompt, each with its own seed.
-      stop: strings that end the text.
+      stop: strings that end the text; also special tokens, whose text `skip_special_tokens` leaves out.
       stop_token_ids: token ids that end the text.
       include_stop_str_in_output: whether the text keeps the stop string or the stop token's text that ends it.
       skip_special_tokens: whether the text leaves special tokens out.
@@ -199,6 +202,9 @@ class SamplingParams:
     priority: Priority = 0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # None is vLLM's and OpenAI's way to leave out a list or a mapping
+            if getattr(self, field.name) is None and field.name in _COLLECTIONS:
+                object.__setattr__(self, field.name, {} if field.name == "logit_bias" else ())
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

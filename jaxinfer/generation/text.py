@@ -46,6 +46,11 @@ class Tokenizer:
         """The text of its `tokenizer.json`."""
         return self._tokenizer.to_str()
 
+    def special_id(self, text: str) -> int | None:
+        """The special token with this text, which no decoded text has; None if there is none."""
+        id_ = self._tokenizer.token_to_id(text)
+        return id_ if id_ in self.special_ids else None
+
     def _byte_ids(self) -> set[int]:
         """The tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
         ids = [self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]

@@ -178,3 +178,8 @@ def test_a_list_that_holds_itself():
     stop.append(stop)
     with pytest.raises(ValueError, match=r"SamplingParams.stop must be .* got \[\[\.\.\.\]\]"):
         SamplingParams(stop=stop)
+
+
+def test_none_leaves_out_a_list_or_a_mapping():
+    names = ("bad_words", "logit_bias", "logits_processors", "stop", "stop_token_ids")
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()

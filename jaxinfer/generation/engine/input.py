@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.request import Request, special_stops
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
@@ -173,7 +173,8 @@ class InputProcessor:
         self.adapters.check(params.adapter)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        ids = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids))))
+        strings = (id_ for id_ in special_stops(params, self.tokenizer) if id_ < self._vocab)
+        ids = tuple(dict.fromkeys((*params.stop_token_ids, *strings, *(() if params.ignore_eos else self._eos_ids))))
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"stop_token_ids and the model's end-of-text ids are {len(ids)}, at most {MAX_STOP_TOKEN_IDS}."

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxinfer.compiled import Clock
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
-from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.request import Sequence, special_stops
 from jaxinfer.generation.engine.stats import Counters
 from jaxinfer.generation.outputs import NO_TOKEN, ExpertLoad, FinishReason, TokenLogprob
 
@@ -124,7 +124,7 @@ def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: f
         sequence.cumulative_logprob += logprob.logprob
     reason, stops = _reason_to_end(sequence, token), token in sequence.request.stop_token_ids
     if stops and token not in sequence.request.eos_ids:
-        sequence.stop_reason = token
+        sequence.stop_reason = special_stops(sequence.request.sampling, sequence.request.tokenizer).get(token, token)
     if sequence.detokenizer is not None:
         silent = stops and not sequence.request.sampling.include_stop_str_in_output
         text = "" if silent else sequence.detokenizer.push(token)
@@ -154,8 +154,11 @@ def _add_text(sequence: Sequence, text: str) -> str | None:
     sequence.text += text
     if not params.stop:
         return None
+    if len(sequence.token_ids) - sequence.num_prompt_tokens < params.min_tokens:
+        sequence.stop_start = len(sequence.text)
+        return None
     # A stop string may have begun before.
-    start = max(0, before - max(map(len, params.stop)))
+    start = max(sequence.stop_start, before - max(map(len, params.stop)))
     places = [(at, stop) for stop in params.stop if (at := sequence.text.find(stop, start)) >= 0]
     if not places:
         return None

@@ -11,6 +11,13 @@ from jaxinfer.generation.sampling.structured_outputs import GrammarMatcher
 from jaxinfer.generation.text import TextStream, Tokenizer
 
 
+def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Return the special tokens that stop strings name, and that are not part of a text: they end it as tokens."""
+    if tokenizer is None or not params.skip_special_tokens:
+        return {}
+    return {id_: stop for stop in params.stop if (id_ := tokenizer.special_id(stop)) is not None}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """A caller's request for one prompt, checked; made by `InputProcessor`.
@@ -76,6 +83,7 @@ class Sequence:
       seed: the seed of its random draws.
       token_ids: prompt and output so far, as far as the host has seen them.
       text: the output as text.
+      stop_start: the place in the text from which stop strings are looked for: where `min_tokens` were there.
       finish_reason: why it ended; None while it runs.
       stop_reason: as in `CompletionOutput`.
       error: the error that ended it, if any.
@@ -98,7 +106,7 @@ class Sequence:
         # Completions of one seed differ by a fixed odd step, so that n of them are reproducible too.
         self.seed = (request.seed + 0x9E3779B9 * index) % 2**32
         self.token_ids = list(request.prompt_token_ids)
-        self.text = ""
+        self.text, self.stop_start = "", 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None

@@ -9,6 +9,7 @@ has, and which tokens end its text.
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -161,8 +162,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
     """Write the grammar in llguidance's own notation."""
     if params.json is not None:
         space = params.whitespace_pattern
+        schema = json.dumps(_without_annotations(json.loads(str(params.json))))
         return llguidance.LLMatcher.grammar_from_json_schema(
-            params.json, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
+            schema, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
         )
     if params.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(params.regex)
@@ -173,8 +175,28 @@ def _grammar(params: StructuredOutputsParams) -> str:
     return llguidance.LLMatcher.grammar_from_lark(params.grammar)
 
 
+_FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+"""The formats of a JSON Schema that are enforced; others only describe a value, as all do in the standard."""
+_VALUES = frozenset(("const", "default", "enum", "examples"))
+"""The keys of a JSON Schema whose values are no schemas."""
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Return a schema without formats that llguidance does not know, and would refuse."""
+    if isinstance(schema, list):
+        return [_without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_annotations(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in _FORMATS
+    }
+
+
 def _message(state: llguidance.LLMatcher) -> str:
     message = state.get_error().removesuffix("\n<non-verbose/>")
+    message = message.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf instead")
     return "no text fits" if message == "NoExtensionBias" else message
 
 

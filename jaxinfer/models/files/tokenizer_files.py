@@ -4,6 +4,7 @@
 or vocab.txt (WordPiece), one is built from those.
 """
 
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import read_json
+
+log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 _USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
@@ -28,8 +31,8 @@ OLDER = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", *_UNREADA
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
     """Return files by name, empty for a checkpoint without a tokenizer.
 
-    Raises CheckpointError for an id that the embedding (`vocab` rows) does not have, and for a tokenizer that exists
-    only in a form that we cannot read.
+    Warns of tokens without a row among the `vocab` rows of the embedding, such as Gemma 3's for images. Raises
+    CheckpointError for a tokenizer that exists only in a form that we cannot read.
     """
     names = [*COPIED, *(f"{CHAT_TEMPLATES}/{file.name}" for file in (path / CHAT_TEMPLATES).glob("*.jinja"))]
     files: dict[str, bytes | pathlib.Path] = {name: path / name for name in names if (path / name).is_file()}
@@ -40,11 +43,11 @@ def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, by
         files[TOKENIZER] = tokenizer.to_str().encode()
     else:
         return {}
-    largest, token = max((id_, token) for token, id_ in tokenizer.get_vocab(with_added_tokens=True).items())
-    if largest >= vocab:
-        raise CheckpointError(
-            f"{path}: the tokenizer's token {token!r} has id {largest} but the embedding has {vocab} rows; "
-            "take tokenizer and weights from the same checkpoint."
+    if beyond := [token for token, id_ in tokenizer.get_vocab(with_added_tokens=True).items() if id_ >= vocab]:
+        log.warning(
+            "%s: %d tokens of the tokenizer, such as %r, have no row among the %d of the embedding. Prompts with such "
+            "tokens are refused.",
+            *(path, len(beyond), min(beyond), vocab),
         )
     return files
 

@@ -80,10 +80,11 @@ def _rgb(image: Any, name: str | Path) -> np.ndarray:
 
 
 def _upper_bits(pixels: np.ndarray, name: str | Path) -> np.ndarray:
-    """Convert 16-bit pixels to uint8."""
+    """Convert 16-bit pixels to uint8. In Pillow's mode I, of 32 bits, pixels up to 255 are 8-bit ones."""
     if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
         raise ValueError(f"{name}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
-    return (pixels >> 8).astype(np.uint8)
+    has_8_bits = pixels.dtype != np.uint16 and pixels.max() <= 0xFF
+    return (pixels if has_8_bits else pixels >> 8).astype(np.uint8)
 
 
 def fitted(image: np.ndarray, size: int, cfg: PreprocessingConfig) -> np.ndarray:

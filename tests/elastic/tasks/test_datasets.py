@@ -189,6 +189,11 @@ def test_images_of_16_bits(tmp_path):
         Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / name)
         np.testing.assert_array_equal(load_image(tmp_path / name, 8), load_image(tmp_path / "8.png", 8))
     np.testing.assert_array_equal(load_image(tmp_path / "8.png", 8)[..., 0], pixels)
+    Image.fromarray(pixels.astype(np.int32)).save(tmp_path / "I.tif")  # 32 bits, of which 8 are used
+    np.testing.assert_array_equal(load_image(tmp_path / "I.tif", 8)[..., 0], pixels)
+    dark = pixels.astype(np.uint16)
+    Image.fromarray(dark).save(tmp_path / "dark.png")
+    np.testing.assert_array_equal(load_image(tmp_path / "dark.png", 8)[..., 0], dark >> 8)
     for name, dtype in (("float.tif", np.float32), ("32.tif", np.int32)):
         Image.fromarray(pixels.astype(dtype) * 1000).save(tmp_path / name)
         with pytest.raises(InvalidImageError, match=r"pixels are \w+32; save the image with 8 or 16 bits a channel"):

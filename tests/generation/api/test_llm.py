@@ -241,6 +241,25 @@ def test_stop_strings_are_cut_off_even_across_tokens(llm):
         assert [piece.finished for piece in streamed] == [False] * (len(streamed) - 1) + [True]
 
 
+def test_a_stop_string_may_be_a_special_token(llm):
+    """No text has it, so that it would never be found there."""
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias={256: 1000.0}, stop="<end>")
+    completion = llm.generate([[7, 7]], params)[0].outputs[0]
+    assert (completion.token_ids, completion.text) == ([256], "")
+    assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, "<end>")
+    as_text = dataclasses.replace(params, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert llm.generate([[7, 7]], as_text)[0].outputs[0].text == "<end>"
+
+
+def test_stop_strings_do_not_end_a_text_before_its_least_length(llm):
+    stop = spell([5])
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={5: 1000.0}, stop=stop)
+    for least, most in ((0, 1), (20, 20)):
+        completion = llm.generate([[7, 7]], dataclasses.replace(params, min_tokens=least))[0].outputs[0]
+        assert (len(completion.token_ids), completion.stop_reason) == (most, stop)
+        assert completion.text == stop * (most - 1)
+
+
 def test_streaming_grows_to_what_generate_returns(llm):
     prompts = ["one", "another"]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)

@@ -114,6 +114,20 @@ def test_any_json_is_an_empty_schema(any_model):
     assert not any_model.accepts(StructuredOutputsParams(json={}), '{"a": 1')
 
 
+@pytest.mark.parametrize("name", ["password", "binary", "byte", "file-path", "uuid4", "base64url", "regex", "iri"])
+def test_formats_that_describe_are_no_rules(tiny, name):
+    """As in the standard; those that are enforced are, and a property or a value may be called format."""
+    described = {"type": "string", "format": name}
+    schema = {"type": "object", "properties": {"format": described}, "required": ["format"]}
+    schema["properties"]["day"] = {"type": "string", "format": "date"}
+    params = StructuredOutputsParams(json=schema | {"additionalProperties": False})
+    assert tiny.accepts(params, '{"format":"any text"}')
+    assert not tiny.accepts(params, '{"format":1}')
+    assert tiny.accepts(params, '{"format":"a","day":"2026-11-28"}')
+    assert not tiny.accepts(params, '{"format":"a","day":"soon"}')
+    assert tiny.accepts(StructuredOutputsParams(json={"enum": [described]}), json.dumps(described, separators=",:"))
+
+
 def test_properties_come_in_the_order_of_the_schema(tiny):
     params = StructuredOutputsParams(json={"properties": {"b": {}, "a": {}}, "required": ["a", "b"]})
     assert tiny.accepts(params, '{"b":1,"a":2}')
@@ -258,6 +272,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer():
         ({"json": {"type": "text"}}, "StructuredOutputsParams.json does not compile: Invalid type: text"),
         ({"json": {"not": {}}}, r'StructuredOutputsParams.json does not compile: Unimplemented keys: \["not"\]'),
         ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "Unsatisfiable schema: minimum"),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf constraints are not supported. Use anyOf"),
         ({"json": {"x-guidance": {"indent": 2}}}, "StructuredOutputsParams.json does not compile: unknown field"),
         (
             {"json": {}, "whitespace_pattern": "("},
