@@ -263,6 +263,17 @@ def test_configs(hf, out):
     _refuses(hf / "none", out, "no such directory")
 
 
+@pytest.mark.parametrize("token", ["w5", {"content": "w5", "special": True}])
+def test_a_text_ends_by_all_tokens_that_any_file_names(hf, out, token):
+    """A ChatML model whose tokenizer has the end of a turn, and whose configs have the end of the text."""
+    _tokenizer(60).save(str(hf / "tokenizer.json"))
+    _edit(hf / "config.json", bos_token_id=7, eos_token_id=4)
+    _edit(hf / "generation_config.json", bos_token_id=1, eos_token_id=[2, 3])
+    _edit(hf / "tokenizer_config.json", eos_token=token)
+    description = convert(hf, out)
+    assert (description.bos_id, description.eos_ids) == (1, (2, 3, 4, 5))
+
+
 def test_special_tokens_outside_the_vocabulary_are_left_out(hf, out, caplog):
     _edit(hf / "generation_config.json", bos_token_id=64, eos_token_id=[63, 50256, -1])
     description = convert(hf, out)

@@ -1,6 +1,7 @@
 """From a Hugging Face directory, a GGUF file or a state dict to a model directory, tensor by tensor."""
 
 import dataclasses
+import itertools
 import logging
 import os
 import pathlib
@@ -43,7 +44,7 @@ from jaxinfer.models.families import (
 )
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
-from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
+from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, end_of_text, tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
@@ -96,8 +97,7 @@ class HuggingFaceModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self.model_type: str = fields.get("model_type", family.model_types[0])
-        given = {name: value for name, value in fields.items() if value is not None}
-        self.fields = fields.get("text_config", {}) | given | read_json(self.path / GENERATION)
+        self._special_tokens = read_json(self.path / GENERATION), fields, fields.get("text_config", {})
         self.left_out = tuple(
             name for name in self._tensors.shapes if re.fullmatch(family.left_out, family.plain_name(name))
         )
@@ -156,15 +156,20 @@ class HuggingFaceModel:
     def token_ids(self, role: str) -> tuple[int, ...]:
         """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
 
+        Texts end by all tokens that configs and tokenizer name. They begin by that of the first file which names one:
+        `generation_config.json`, `config.json`, its `text_config`.
+
         Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
         the model can neither read nor write them.
         """
         if isinstance(self.config, VisionConfig):
             return ()
-        value, vocab = self.fields.get(role), self.config.vocab
-        ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
-        if any(type(i) is not int for i in ids):
-            raise CheckpointError(f"{self.path}: {role}={value!r} must be a token id or a list of them; correct it.")
+        named = [ids for fields in self._special_tokens if (ids := _ids(self.path, role, fields.get(role)))]
+        if role == "eos_token_id" and isinstance(self.config, DecoderConfig):
+            named.append(end_of_text(self.path))
+        else:
+            named = named[:1]
+        ids, vocab = tuple(dict.fromkeys(itertools.chain.from_iterable(named))), self.config.vocab
         for outside in (i for i in ids if not 0 <= i < vocab):
             log.warning("%s: %s=%d is left out: the vocabulary has %d tokens.", self.path, role, outside, vocab)
         return tuple(i for i in ids if 0 <= i < vocab)
@@ -173,6 +178,14 @@ class HuggingFaceModel:
 def _of_one_dtype(parts: list[np.ndarray]) -> list[np.ndarray]:
     """Cast the parts of a leaf to float32 if their dtypes differ: it has the values of bfloat16 and of float16."""
     return parts if len({part.dtype for part in parts}) == 1 else [part.astype(np.float32) for part in parts]
+
+
+def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
+    """The token ids that a config has for a role. Raises CheckpointError."""
+    ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if any(type(i) is not int for i in ids):
+        raise CheckpointError(f"{path}: {role}={value!r} must be a token id or a list of them; correct it.")
+    return ids
 
 
 def beside_weights(names: Collection[str]) -> list[str]:

@@ -52,6 +52,16 @@ def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, by
     return files
 
 
+def end_of_text(path: pathlib.Path) -> tuple[int, ...]:
+    """The id of the token that `tokenizer_config.json` calls the end of a text; none if there is none."""
+    token = read_json(path / "tokenizer_config.json").get("eos_token") if path.is_dir() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str) or not (path / TOKENIZER).is_file():
+        return ()
+    id_ = _read(path / TOKENIZER).token_to_id(token)
+    return () if id_ is None else (id_,)
+
+
 def _read(file: pathlib.Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))

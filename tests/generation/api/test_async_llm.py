@@ -258,7 +258,7 @@ def test_what_is_refused(served, model_dir):
     async def main():
         with pytest.raises(ValueError, match="The prompt is empty"):
             await anext(served.generate(""))
-        with pytest.raises(ValueError, match="A prepared request has its params"):
+        with pytest.raises(ValueError, match="A prepared request already has its params"):
             await anext(served.generate(request, LONG))
         first = served.generate(request)
         await anext(first)

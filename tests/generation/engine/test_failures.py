@@ -230,7 +230,7 @@ def test_a_request_belongs_to_the_engine_that_has_prepared_it(engine, model, tok
     assert other.prepare(request) is request
     with pytest.raises(ValueError, match="Another model has prepared this request"):
         engine.prepare(request)
-    with pytest.raises(ValueError, match="A prepared request has its params"):
+    with pytest.raises(ValueError, match="A prepared request already has its params"):
         other.prepare(request, SamplingParams())
 
 
