@@ -44,8 +44,8 @@ def render() -> str:
         BEGIN,
         "## Text",
         wrapped(
-            f"All of these work with every family: {', '.join(_common())}. The column *except* lists what does not "
-            f"work with a family. *{GGUF}* says whether GGUF files of the family can be read."
+            f"A family works with all of these, except for what its row names under *except*: {', '.join(_common())}. "
+            f"*{GGUF}* says whether GGUF files of the family can be read."
         ),
         _table(["family", "`model_type`", "kind", "except", GGUF], rows),
         "## Images",

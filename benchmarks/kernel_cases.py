@@ -364,9 +364,8 @@ def decoding(
     Args:
       head_norms: whether an RMSNorm normalises each query head, and one each key head.
     """
-    name = name or _attention_name(
-        batch, tokens, context, heads, int8, page_size, options, alibi=alibi, head_norms=head_norms
-    )
+    described = _described(options, alibi=alibi, page_size=page_size, head_norms=head_norms)
+    name = name or _attention_name(batch, tokens, context, heads, int8) + described
     options |= {"alibi": _slopes(heads.q)} if alibi else {}
     options |= {"norm_eps": 1e-6} if head_norms else {}
     scale = heads.head_dim**-0.5
@@ -411,7 +410,8 @@ def prefill(
     **options: Any,
 ) -> Case:
     """Make a case of prefill attention: the last chunk of some prompts over their pages."""
-    name = name or _attention_name(batch, tokens, context, heads, int8, page_size, options, alibi=alibi)
+    described = _described(options, alibi=alibi, page_size=page_size)
+    name = name or _attention_name(batch, tokens, context, heads, int8) + described
     options |= {"alibi": _slopes(heads.q)} if alibi else {}
     scale = heads.head_dim**-0.5
 
@@ -518,23 +518,15 @@ def _slopes(heads: int) -> np.ndarray:
     return np.float32(2.0) ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
 
 
-def _attention_name(
-    batch: int,
-    tokens: int,
-    context: int,
-    heads: Heads,
-    int8: bool,
-    page_size: int,
-    options: Mapping[str, Any],
-    *,
-    alibi: bool = False,
-    head_norms: bool = False,
-) -> str:
-    described = [f", {name} {value}" for name, value in options.items()]
-    described += [", ALiBi"] * alibi + [", norms of heads"] * head_norms
-    described += [f", pages of {page_size}"] * (page_size != PAGE_SIZE)
-    sizes = f"{batch} x {tokens}, context {context}, {heads.q}/{heads.kv} heads of {heads.head_dim}"
-    return "".join([sizes, ", int8" * int8, *described])
+def _attention_name(batch: int, tokens: int, context: int, heads: Heads, int8: bool) -> str:
+    return f"{batch} x {tokens}, context {context}, {heads.q}/{heads.kv} heads of {heads.head_dim}" + ", int8" * int8
+
+
+def _described(options: Mapping[str, Any], *, alibi: bool, page_size: int, head_norms: bool = False) -> str:
+    """Name the options of an attention that differ from the plain one."""
+    described = "".join(f", {name} {value}" for name, value in options.items())
+    described += ", ALiBi" * alibi + ", norms of heads" * head_norms
+    return described + f", pages of {page_size}" * (page_size != PAGE_SIZE)
 
 
 # Mixtures of experts

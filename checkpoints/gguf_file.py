@@ -177,9 +177,10 @@ class _Header:
 
     def value(self, type_: int) -> Any:
         """Read a value of metadata."""
-        if type_ == gguf.GGUFValueType.ARRAY:
-            return self._array(self.number("<I"), self.number())
-        return self._array(type_, 1)[0]
+        try:
+            return self._array(type_, 1)[0]
+        except RecursionError as error:
+            raise self.corrupt("arrays are nested too deeply") from error
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the name, shape, type and offset of a tensor."""

@@ -44,13 +44,7 @@ def timed(*, quick: bool) -> Iterator[Case]:
 def checked() -> Iterator[Case]:
     """Yield shapes for numerics: common ones, and ones that tiles do not divide."""
     for fmt in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
-        for rows, outputs, inputs in (
-            (1, 4096, 4096),
-            (3, 1600, 1600),
-            (7, 1024, 6400),
-            (13, 1600, 4096),
-            (16, 6144, 4096),
-        ):
+        for rows, outputs, inputs in _ROWS_OUTPUTS_INPUTS:
             if fmt != "int4" or inputs % GROUP == 0:
                 yield from _linear_layers(rows, outputs, inputs, fmt)
     heads = Heads(32, 8, 128)

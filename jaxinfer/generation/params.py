@@ -112,7 +112,13 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     return text
 
 
-_COLLECTIONS = ("bad_words", "logit_bias", "logits_processors", "stop", "stop_token_ids")
+_COLLECTIONS = {
+    "bad_words": tuple,
+    "logit_bias": dict,
+    "logits_processors": tuple,
+    "stop": tuple,
+    "stop_token_ids": tuple,
+}
 
 
 @refuses(SAMPLING)
@@ -202,9 +208,9 @@ class SamplingParams:
     priority: Priority = 0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # None is vLLM's and OpenAI's way to leave out a list or a mapping
-            if getattr(self, field.name) is None and field.name in _COLLECTIONS:
-                object.__setattr__(self, field.name, {} if field.name == "logit_bias" else ())
+        for name, empty in _COLLECTIONS.items():  # None is vLLM's and OpenAI's way to leave out a list or a mapping
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty())
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

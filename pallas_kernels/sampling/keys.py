@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, which bisection can halve and -inf cannot be confused with "no score"."""
+"""Integers in the order of floats: bisection can halve the distance of two, and there is one below -inf."""
 
 import jax
 import jax.numpy as jnp

@@ -251,6 +251,9 @@ def test_what_llama_cpp_takes_too(files, tmp_path):
     assert content.count(flat) == 1
     file.write_bytes(content.replace(flat, key + header + struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 2) + arrays))
     assert GgufFile(file).metadata["an.array"] == nested
+    one_inside = struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 1)
+    file.write_bytes(content.replace(flat, key + header + 5000 * one_inside + one + struct.pack("<i", 0)))
+    refuses(file, "truncated or corrupt .arrays are nested too deeply.; fetch it again")
 
 
 def test_other_types_are_refused_by_name(tmp_path):

@@ -177,6 +177,7 @@ class InputProcessor:
         ids = tuple(dict.fromkeys((*params.stop_token_ids, *strings, *(() if params.ignore_eos else self._eos_ids))))
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
-                f"stop_token_ids and the model's end-of-text ids are {len(ids)}, at most {MAX_STOP_TOKEN_IDS}."
+                f"stop_token_ids, special tokens in stop and the model's end-of-text ids are {len(ids)}, at most "
+                f"{MAX_STOP_TOKEN_IDS}."
             )
         return ids

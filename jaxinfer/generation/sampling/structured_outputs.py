@@ -153,7 +153,7 @@ class GrammarCompiler:
             matcher = GrammarMatcher(state, self._vocabulary)
             if not (matcher.token_bitmask() & self._vocabulary.text).any():
                 raise ValueError("it allows no text but the empty one")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"StructuredOutputsParams.{params.kind} does not compile: {error}") from error
         return matcher
 

@@ -278,6 +278,10 @@ def test_a_vocabulary_smaller_than_the_tokenizer():
             {"json": {}, "whitespace_pattern": "("},
             "StructuredOutputsParams.json does not compile: (?s:.)*unclosed group",
         ),
+        (
+            {"json": '{"items":' * 1100 + "{}" + "}" * 1100},
+            "json (does not compile|is not JSON): maximum recursion depth",
+        ),
         ({"regex": "a("}, "StructuredOutputsParams.regex does not compile: (?s:.)*unclosed group"),
         ({"regex": "(?=a)a"}, "look-around(?s:.)*is not supported"),
         ({"regex": r"[^\s\S]"}, "StructuredOutputsParams.regex does not compile: (?s:.)*no text fits"),
