@@ -3,6 +3,7 @@
 Images are uint8 [B, H, W, 3], RGB. Their size is part of the shape, so each size is a program of its own.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -73,6 +74,15 @@ def resized_shape(height: int, width: int, size: int, cfg: PreprocessingConfig) 
     return side * height // shorter, side * width // shorter
 
 
+def is_height_first(shape: Sequence[int], resized: Sequence[int]) -> bool:
+    """Return whether an image [height, width] is resized along its height first, as Pillow 13 does where it shrinks by
+    more than twice what the width does, as was seen of it.
+
+    Older versions never do, and differ next to sharp edges.
+    """
+    return 0 < shape[0] - resized[0] > 2 * (shape[1] - resized[1])
+
+
 def letterboxed_pixels(images: jax.Array, size: int) -> jax.Array:
     """Place images in the middle of grey squares, float32 [B, size, size, 3] in [0, 1], as `Letterbox.fit` says."""
     _, height, width, _ = images.shape
@@ -85,14 +95,12 @@ def letterboxed_pixels(images: jax.Array, size: int) -> jax.Array:
 def resize(pixels: jax.Array, height: int, width: int, resampling: Resampling = Resampling.LINEAR) -> jax.Array:
     """Resize pixels in [0, 1]: [B, H, W, C] -> [B, height, width, C].
 
-    Pillow's ways round to 8 bits after each of the two sides, and so does this. Pillow 13 takes the height first where
-    it shrinks by more than twice what the width does, as was seen of it; versions that never do differ next to sharp
-    edges.
+    Pillow's ways round to 8 bits after each of the two sides, and so does this.
     """
     if resampling is Resampling.LINEAR:
         return _resize_linear(pixels, height, width)
     sides = [("bhwc,vw->bhvc", 2, width), ("bhwc,vh->bvwc", 1, height)]
-    if 0 < pixels.shape[1] - height > 2 * (pixels.shape[2] - width):
+    if is_height_first(pixels.shape[1:3], (height, width)):
         sides.reverse()
     for equation, axis, length in sides:
         if pixels.shape[axis] != length:
