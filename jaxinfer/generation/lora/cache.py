@@ -1,7 +1,10 @@
 """The places of LoRA adapters: which are on the device, and where, and which in host memory; holds no device array."""
 
+import functools
 import os
+from collections.abc import Callable
 
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.futures import DaemonThreads, InterruptibleFuture
 from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
@@ -13,7 +16,9 @@ from jaxinfer.streaming.residents import Residents
 class AdapterCache:
     """Brings adapters to the device as requests need them, through host memory, and evicts the least recently used.
 
-    Files are read in a thread, from when a request is queued (`prefetch`), so that other requests' steps go on.
+    Files are read in a thread, from when a request is queued (`prefetch`), so that other requests' steps go on. They
+    may be read again after an eviction. A name always stands for the same adapter, since cached prefixes are known by
+    it: an adapter that has changed since it was first read is refused.
 
     Args:
       size: how many adapters the device has at once, at indices from 1; 0 stands for no adapter.
@@ -36,6 +41,7 @@ class AdapterCache:
         self._host: Residents[str, Adapter] = Residents(host_bytes, keeps_last=True)
         self._reader = DaemonThreads(1, "jaxinfer-adapters")
         self._reading: dict[str, InterruptibleFuture[Adapter]] = {}
+        self._digests: dict[str, bytes] = {}  # of adapters that have been read
 
     def register(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Register an adapter. Only its config is read; ValueError if that alone rules the adapter out."""
@@ -69,8 +75,10 @@ class AdapterCache:
 
     def _begin(self, name: str) -> None:
         if name not in self._reading:
-            arguments = self._infos[name].folder, self._family, self._config
-            self._reading[name] = self._reader.submit(read_adapter, *arguments, max_rank=self.max_rank)
+            read = functools.partial(
+                read_adapter, self._infos[name].folder, self._family, self._config, max_rank=self.max_rank
+            )
+            self._reading[name] = self._reader.submit(_read_unchanged, read, name, self._digests)
 
     def _keep(self, name: str) -> Adapter:
         """Put the adapter being read into host memory; the least recently used make room."""
@@ -137,3 +145,14 @@ class AdapterCache:
         assert {*self._device, *self._host} <= self._infos.keys()
         self._device.check_integrity()
         self._host.check_integrity()
+
+
+def _read_unchanged(read: Callable[[], Adapter], name: str, digests: dict[str, bytes]) -> Adapter:
+    """Read an adapter. Raises CheckpointError if it is not the one that was read first."""
+    adapter = read()
+    if digests.setdefault(name, adapter.digest) != adapter.digest:
+        raise CheckpointError(
+            f"{adapter.info.folder}: has changed since adapter {name!r} was first read; restore its files, or give the "
+            "new ones to an engine under a name of their own."
+        )
+    return adapter

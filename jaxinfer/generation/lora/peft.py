@@ -9,6 +9,7 @@ Start at `read_adapter`. Linears are named as on disk, without `.weight`: `layer
 """
 
 import dataclasses
+import hashlib
 import math
 import os
 import pathlib
@@ -49,11 +50,13 @@ class Adapter:
       info: its config.
       max_rank: the rank reserved for each projection of a linear: R = max_rank * projections, unused columns zero.
       layers: the product added to each linear, by its name; other linears stay as they are.
+      digest: equal for adapters that compute the same.
     """
 
     info: AdapterInfo
     max_rank: int
     layers: Mapping[str, LowRank]
+    digest: bytes
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +103,7 @@ def read_adapter(
     for name, linear in linears.items():
         if not pairs.keys().isdisjoint(linear.tensors):
             layers[name] = _fuse(linear, pairs, max_rank)
-    return Adapter(info=info, max_rank=max_rank, layers=layers)
+    return Adapter(info=info, max_rank=max_rank, layers=layers, digest=_digest(pairs))
 
 
 # The model's side: the projections of each linear.
@@ -213,6 +216,15 @@ def _read_pairs(
             raise CheckpointError(f"{file}: {module} appears twice; save the adapter again.")
         pairs[tensor] = _checked_pair(file, info, module, sides, *sizes[tensor])
     return pairs
+
+
+def _digest(pairs: Mapping[str, _Pair]) -> bytes:
+    digest = hashlib.sha256()
+    for name, pair in sorted(pairs.items()):
+        digest.update(f"{name} {len(pair.a)} ".encode())
+        for matrix in pair:
+            digest.update(np.ascontiguousarray(matrix))
+    return digest.digest()
 
 
 def _read_modules(file: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:

@@ -215,6 +215,32 @@ def test_a_rank_that_grew_since_registration(own):
         cache.acquire("a")
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_files_that_changed_are_refused_and_equal_ones_are_not(own, ahead):
+    cache = cache_of(own, size=1, held=0)
+
+    def place(name):
+        if ahead:
+            cache.prefetch(name)
+        assert cache.acquire(name) == 1
+        cache.release(name)
+
+    place("a"), place("b")
+    save(own["a"])  # the same again
+    place("a"), place("b")
+    config = own["a"] / "adapter_config.json"
+    written = config.read_text()
+    config.write_text(json.dumps(json.loads(written) | {"lora_alpha": 16}))
+    with pytest.raises(ValueError, match=r"/a: has changed since adapter 'a' was first read; restore its files"):
+        place("a")
+    cache.check_integrity()
+    cache.reset()
+    with pytest.raises(ValueError, match="has changed"):
+        place("a")
+    config.write_text(written)
+    place("a")
+
+
 def test_registration(tmp_path):
     cache = cache_of({}, size=1)
     with pytest.raises(ValueError, match="unknown adapter 'a'; known: none"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.lora.peft import read_adapter
@@ -58,9 +59,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(model_dir, folders):
-    """Room for three of the five adapters; prompts go in pieces of 16 tokens."""
+    """Room for three of the five adapters, and for one in host memory; prompts go in pieces of 16 tokens."""
+    sizes = {"max_batch": 4, "token_budget": 16, "chunk_size": 16, "max_adapters": 3, "adapter_bytes": 1}
     with few_programs():
-        return LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, adapters=folders, max_adapters=3)
+        return LLM(model_dir, adapters=folders, **sizes)
 
 
 def merged(model: LoadedModel, folder) -> nnx.State:
@@ -175,6 +177,30 @@ def test_an_adapter_whose_file_is_damaged_ends_its_requests_alone(adapted, folde
     check(sound, "all")
     assert damaged.outputs[0].finish_reason == "error"
     assert "damaged/adapter_model.safetensors: truncated or corrupt" in str(damaged.outputs[0].error)
+
+
+def test_an_adapter_that_was_replaced_is_refused_when_it_is_read_again(adapted, folders, tmp_path, check):
+    """Its cached prefixes are of the old one, which runs as long as it is there."""
+    folder, prompt = (
+        shutil.copytree(folders["mlp"], tmp_path / "retrained"),
+        list(b"longer than two pages of 16 tokens"),
+    )
+    file = folder / "adapter_model.safetensors"
+    adapted.engine.adapters.register("retrained", folder)
+    (first,) = generate(adapted, ["retrained"], [prompt])
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, file)
+    (resident,) = generate(adapted, ["retrained"], [prompt])
+    assert (first.num_cached_tokens, resident.num_cached_tokens) == (0, len(prompt) - 1)
+    others = [generate(adapted, [name], [prompt])[0] for name in ("all", "thin", "out")]  # evict it
+    changed, sound = generate(adapted, ["retrained", "all"], [prompt, prompt])
+    assert changed.outputs[0].finish_reason == "error"
+    assert "retrained: has changed since adapter 'retrained' was first read" in str(changed.outputs[0].error)
+    shutil.copy(folders["mlp"] / file.name, file)
+    (restored,) = generate(adapted, ["retrained"], [prompt])
+    for output in (first, resident, restored):
+        check(output, "mlp")
+    for output, name in zip([*others, sound], ("all", "thin", "out", "all"), strict=True):
+        check(output, name)
 
 
 @pytest.mark.slow
