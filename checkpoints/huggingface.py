@@ -19,8 +19,9 @@ from jaxinfer.checkpoints.paths import inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONVERT_PICKLE = (
-    "reading a pickle (.pt, .pth) runs the code in it, so save its state dict where torch is: "
-    "safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+    "reading a pickle (.pt, .pth, .ckpt) runs the code in it, so save its state dict where torch is: "
+    "safetensors.torch.save_file(model.state_dict(), 'model.safetensors'); of a checkpoint of Lightning, "
+    "torch.load(FILE)['state_dict']"
 )
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -117,7 +118,7 @@ def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     remedy = "fetch it"
     if list(path.glob("*.bin")):
         remedy = "this is a PyTorch checkpoint: save it with save_pretrained(..., safe_serialization=True)"
-    elif list(path.glob("*.pt")) + list(path.glob("*.pth")):
+    elif any(file.suffix in (".pt", ".pth", ".ckpt") for file in path.iterdir()):
         remedy = _CONVERT_PICKLE
     raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}; {remedy}.")
 

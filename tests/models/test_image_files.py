@@ -19,7 +19,7 @@ WAYS = [(64, None, False), (64, 71, True), (64, 71, False), (63, 64, True), (224
 def whole(image, size, cfg):
     """What image processors do: resize all with Pillow, then crop the middle."""
     pillow = pytest.importorskip("PIL.Image")
-    height, width = resized_shape(*image.shape[:2], size, cfg)
+    height, width = resized_shape(image.shape[0], image.shape[1], size, cfg)
     kernel = pillow.Resampling["BILINEAR" if cfg.resampling is Resampling.LINEAR else cfg.resampling.name]
     resized = np.asarray(pillow.fromarray(image).resize((width, height), kernel))
     top, left = (height - size) // 2, (width - size) // 2

@@ -201,17 +201,98 @@ def test_a_state_dict_s_file_and_labels(tmp_path):
         HuggingFaceModel(file)
 
 
+def test_each_state_dict_of_a_folder_may_have_its_labels(tmp_path):
+    for name in ("resistor", "solder.v2", "other"):
+        file = tmp_path / f"{name}.safetensors"
+        shutil.copyfile(vision.DIRECTORY / "torchvision_basic/model.safetensors", file)
+
+    def labels(name):
+        return HuggingFaceModel(tmp_path / f"{name}.safetensors").config.labels
+
+    (tmp_path / "resistor.labels.txt").write_text("a\nb\nc\n")
+    (tmp_path / "solder.v2.labels.txt").write_text("d\ne\nf\n")
+    assert [labels(name) for name in ("resistor", "solder.v2", "other")] == [tuple("abc"), tuple("def"), tuple("012")]
+    (tmp_path / "labels.txt").write_text("g\nh\ni\n")
+    assert [labels(name) for name in ("resistor", "solder.v2", "other")] == [tuple("abc"), tuple("def"), tuple("ghi")]
+    (tmp_path / "resistor.labels.txt").write_text("a\n")
+    with pytest.raises(CheckpointError, match=r"resistor\.labels\.txt has 1 labels for 3 classes; give one a line"):
+        labels("resistor")
+
+
 def test_labels_of_transformers():
     assert HuggingFaceModel(vision.DIRECTORY / "resnet_basic").config.labels == ("cat", "dog", "fish")
     assert HuggingFaceModel(vision.DIRECTORY / "vit_odd").config.labels == ("cat", "dog", "fish", "hen", "owl")
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model."])
-def test_prefixes_of_wrapped_models(prefix, tmp_path):
-    name = {"model.": "yolov5_thin", "module.": "torchvision_basic"}[prefix]
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "model.module.", "backbone.", "net."])
+@pytest.mark.parametrize("name", ["torchvision_basic", "timm_vit_average", "yolov5_thin", "yolov5_deep"])
+def test_prefixes_of_wrapped_models(name, prefix, tmp_path):
+    """As DataParallel, Lightning and classes of one's own write them."""
     tensors = load_file(vision.DIRECTORY / name / "model.safetensors")
     save_file({prefix + key: tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    assert HuggingFaceModel(tmp_path).config == HuggingFaceModel(vision.DIRECTORY / name).config
+    wrapped, plain = HuggingFaceModel(tmp_path), HuggingFaceModel(vision.DIRECTORY / name / "model.safetensors")
+    assert wrapped.config == plain.config
+    for leaf in plain.leaf_names:
+        np.testing.assert_array_equal(wrapped.read(leaf), plain.read(leaf))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (  # a loss with weights, in a checkpoint of Lightning
+            lambda t: {f"model.{name}": x for name, x in t.items()} | {"criterion.weight": t["fc.bias"]},
+            r"begin with 'model\.', but criterion\.weight do not; save the model's alone: {name: tensor for .*"
+            r"if name\.startswith\('model\.'\)}",
+        ),
+        (  # a backbone whose head is elsewhere
+            lambda t: {f"backbone.{name}"[9 * name.startswith("fc.") :]: x for name, x in t.items()},
+            r"begin with 'backbone\.', but fc\.bias, fc\.weight do not",
+        ),
+        (
+            lambda t: {f"{wrap}.{name}": x for name, x in t.items() for wrap in ("student", "teacher")},
+            r"are of 2 models \(ResNet of torchvision\), which begin with student\., teacher\.; save those of one",
+        ),
+        (
+            lambda t: {f"{wrap}{name}": x for name, x in t.items() for wrap in ("", "teacher.")},
+            r"unexpected: teacher\.bn1\.bias, .* and \d+ more",
+        ),
+        (
+            lambda t: {f"backbone.{name}": x for name, x in t.items() if not name.startswith("fc.")},
+            r"fc\.weight is missing; use the whole state dict",
+        ),
+    ],
+)
+def test_prefixes_of_some_tensors_are_refused(change, message, tmp_path):
+    tensors = change(load_file(vision.DIRECTORY / "torchvision_basic/model.safetensors"))
+    save_file({name: x.copy() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceModel(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ("class_token", "conv_proj.weight", "encoder.layers.encoder_layer_0.self_attention.in_proj_weight"),
+            "those of ViT of torchvision, which is not implemented; known state dicts: ViT and DeiT of timm, ResNet",
+        ),
+        (("features.0.0.weight", "features.1.0.block.0.0.weight"), "those of EfficientNet, ConvNeXt or MobileNet of"),
+        (("features.0.weight", "classifier.0.weight"), "those of VGG or AlexNet of torchvision"),
+        (("conv_stem.weight", "blocks.0.0.conv_dw.weight"), "those of EfficientNet or MobileNet of timm"),
+        (
+            ("layers.0.mlp.up_proj.weight", "lm_head.weight"),
+            r"tensors \(.*lm_head.weight, ...\) are of no known state dict .* name its folder, with config.json in it",
+        ),
+    ],
+)
+def test_other_state_dicts_are_refused_by_name(names, message, prefix, tmp_path):
+    file = tmp_path / "mine.safetensors"
+    save_file({prefix + name: np.zeros(1, np.float32) for name in names}, file)
+    for path in (file, tmp_path):
+        with pytest.raises(CheckpointError, match=message) as error:
+            convert(path, tmp_path / "out")
+        assert str(error.value).startswith(f"{path}: ")
 
 
 def _refuses(name, tmp_path, message, change):
@@ -239,13 +320,13 @@ def _refuses(name, tmp_path, message, change):
             lambda t: t.update({"layer1.0.conv2.weight": t["layer1.0.conv2.weight"][:, :2].copy()}),
         ),
         ("yolov5_thin", "do not fit a yolov5", lambda t: t.pop("model.9.cv2.conv.weight")),
-        ("yolov5_thin", "24.m.0.weight is missing", lambda t: t.pop("model.24.m.0.weight")),
+        ("yolov5_thin", "those of a YOLO of another version, or with", lambda t: t.pop("model.24.m.0.weight")),
         (
             "yolov5_thin",
             r"24.anchors is \[3, 2, 2\]: only models with three anchors",
             lambda t: t.update({"model.24.anchors": t["model.24.anchors"][:, :2].copy()}),
         ),
-        ("yolov5_thin", r"config\.json: no such file", lambda t: t.pop("model.2.cv1.conv.weight")),
+        ("yolov5_thin", "1 missing: 2.cv1.conv.weight", lambda t: t.pop("model.2.cv1.conv.weight")),
     ],
 )
 def test_other_tensors_are_refused(name, message, change, tmp_path):
@@ -511,7 +592,7 @@ def test_a_vit_on_the_command_line(tmp_path):
     assert "timm_vit (vision_transformer)" in done.output
 
 
-@pytest.mark.parametrize("name", ["best.pt", "resnet.pth"])
+@pytest.mark.parametrize("name", ["best.pt", "resnet.pth", "last.ckpt"])
 def test_pickles_are_refused(name, tmp_path):
     (tmp_path / name).touch()
     for path in (tmp_path, tmp_path / name):

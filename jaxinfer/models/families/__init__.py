@@ -4,7 +4,8 @@ Start at `mapping.py` (tensors) and `fields.py` (configs); docs/adding-a-family.
 opened here.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 
 from jaxinfer.models.config import ModelConfig, ViTConfig
 from jaxinfer.models.families import (
@@ -55,7 +56,7 @@ from jaxinfer.models.families import (
     vit,
     yolov5,
 )
-from jaxinfer.models.families.mapping import Family, Shape, Source, plan
+from jaxinfer.models.families.mapping import Family, Shape, Source, listed, plan
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
@@ -100,13 +101,60 @@ def family_of(hf_config: Mapping[str, object]) -> Family:
     return FAMILIES[model_type]
 
 
+_FOREIGN = {
+    "conv_proj.weight": "ViT of torchvision",
+    "features.0.0.weight": "EfficientNet, ConvNeXt or MobileNet of torchvision",
+    "features.0.weight": "VGG or AlexNet of torchvision",
+    "features.conv0.weight": "DenseNet of torchvision",
+    "conv_stem.weight": "EfficientNet or MobileNet of timm",
+    "2.cv1.conv.weight": "a YOLO of another version, or with four grids",
+}
+"""State dicts that are known and not implemented, by the end of a tensor's name."""
+
+
 def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
-    """The family of a state dict and its model's config, by names and shapes alone; None if it is of none."""
+    """The family of a state dict and its model's config, by names and shapes alone; None if it is of none.
+
+    All names may begin with what wrapping classes put before them, such as `module.` or `model.`: the family's prefix.
+    Raises ValueError for tensors of several models, and for a config that is not implemented.
+    """
     for family in STATE_DICTS:
-        plain = {family.plain_name(name): shape for name, shape in shapes.items()}
-        if family.mark in plain:
-            return family, family.config(plain)
+        if (prefix := _prefix(family, shapes)) is not None:
+            family = dataclasses.replace(family, prefixes=(prefix,))
+            return family, family.config({family.plain_name(name): shape for name, shape in shapes.items()})
     return None
+
+
+def _prefix(family: Family, names: Collection[str]) -> str | None:
+    """Return what all names have before those of the family; None if the tensors are not of this family."""
+    found = [name.removesuffix(family.mark) for name in names if f".{name}".endswith(f".{family.mark}")]
+    outer = sorted(x for x in found if not any(x != other and x.startswith(other) for other in found))
+    if not outer:
+        return None
+    (prefix, *more), model = outer, family.published[0]
+    if more:
+        raise ValueError(
+            f"The tensors are of {len(outer)} models ({model}), which begin with {listed(outer)}; save those of one."
+        )
+    if others := sorted(name for name in names if not name.startswith(prefix)):
+        raise ValueError(
+            f"The tensors of a model ({model}) begin with {prefix!r}, but {listed(others)} do not; save the model's "
+            f"alone: {{name: tensor for name, tensor in state_dict.items() if name.startswith({prefix!r})}}."
+        )
+    return prefix
+
+
+def describe_unknown(names: Collection[str]) -> str:
+    """Return an error message about a state dict that is of no family."""
+    known = ", ".join(name for family in STATE_DICTS for name in family.published)
+    for mark, what in _FOREIGN.items():
+        if any(f".{name}".endswith(f".{mark}") for name in names):
+            return f"The tensors are those of {what}, which is not implemented; known state dicts: {known}."
+    first = ", ".join([*names][:3])
+    return (
+        f"No config.json, and the tensors ({first}, ...) are of no known state dict ({known}). For a Hugging Face "
+        "model name its folder, with config.json in it."
+    )
 
 
 def is_timm(hf_config: Mapping[str, object]) -> bool:
@@ -125,4 +173,15 @@ def family_of_timm(hf_config: Mapping[str, object], shapes: Mapping[str, Shape])
     return recognised[0], timm_vit.with_directory(recognised[1], hf_config)
 
 
-__all__ = ["FAMILIES", "STATE_DICTS", "Family", "Source", "family_of", "family_of_timm", "is_timm", "plan", "recognise"]
+__all__ = [
+    "FAMILIES",
+    "STATE_DICTS",
+    "Family",
+    "Source",
+    "describe_unknown",
+    "family_of",
+    "family_of_timm",
+    "is_timm",
+    "plan",
+    "recognise",
+]

@@ -47,7 +47,8 @@ class Family:
       config: makes our config from a `config.json`, or if the family has none from the shapes of its tensors, by names
         without prefix; a ValueError names what is not implemented.
       sources: makes, from our config, leaf name -> Source, with tensor names written without prefix.
-      prefixes: what a checkpoint may put before tensor names; the first that fits is removed.
+      prefixes: what a checkpoint may put before tensor names; the first that fits is removed. A state dict's is found
+        by `recognise`.
       ignored: a pattern of tensor names (without prefix) that a checkpoint may contain and we do not need.
       left_out: a pattern of tensor names of parts that are not implemented, such as what sees images.
       renamed: other spellings and what replaces them, anywhere in a name.
@@ -107,7 +108,7 @@ def plan(
         if tuple(available[name]) != needed[plain]
     ]
     problems = [
-        f"{len(names)} {kind}: {_listed(names)}"
+        f"{len(names)} {kind}: {listed(names)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshaped))
         if names
     ]
@@ -131,7 +132,8 @@ def _in_its_layout(sources: dict[str, Source], names: set[str]) -> dict[str, Sou
     return {leaf: source if source.instead is None else source.instead for leaf, source in sources.items()}
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first names for an error, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
 

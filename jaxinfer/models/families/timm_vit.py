@@ -158,6 +158,5 @@ FAMILY = Family(
     published=("ViT and DeiT of timm",),
     config=_config,
     sources=_sources,
-    prefixes=("module.",),
     mark="blocks.0.attn.qkv.weight",
 )

@@ -37,7 +37,6 @@ FAMILY = Family(
     published=("ResNet of torchvision",),
     config=_config,
     sources=lambda config: resnet_sources(config, _names, "fc"),
-    prefixes=("module.",),
     ignored=UNUSED,
     mark="layer1.0.conv1.weight",
 )

@@ -83,7 +83,6 @@ FAMILY = Family(
     published=("YOLOv5",),
     config=_config,
     sources=_sources,
-    prefixes=("module.model.", "model.model.", "model."),
     ignored=rf"{UNUSED}|24\.anchors|24\.anchor_grid",
-    mark="2.cv1.conv.weight",
+    mark="24.m.0.weight",
 )

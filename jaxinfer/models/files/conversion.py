@@ -35,6 +35,7 @@ from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import (
     Family,
     Source,
+    describe_unknown,
     family_of,
     family_of_timm,
     is_timm,
@@ -63,7 +64,7 @@ class HuggingFaceModel:
     """A Hugging Face directory, a GGUF file, or the state dict of a family without `config.json`, checked in full
     before any tensor is read.
 
-    Beside a state dict `labels.txt` may have the label of each class, one a line.
+    The labels of a state dict's classes may be in text files beside it (`_with_labels`).
 
     Attributes:
       path: the directory, the GGUF file, or the safetensors file of a state dict.
@@ -81,7 +82,6 @@ class HuggingFaceModel:
                 f"{path}: no such directory; name one with config.json and safetensors files, or a repository of the "
                 "hub as ORG/NAME."
             )
-        folder = self.path if self.path.is_dir() else self.path.parent
         if gguf := find_gguf(self.path):
             from jaxinfer.models.files.gguf_model import GgufModel
 
@@ -93,7 +93,7 @@ class HuggingFaceModel:
         try:
             family, config = self._describe(fields)
             self._plan = plan(family, config, self._tensors.shapes, described_by="metadata" if gguf else CONFIG)
-            self.config: ModelConfig = _with_labels(folder, self._with_anchors(config, family))
+            self.config: ModelConfig = _with_labels(self.path, self._with_anchors(config, family))
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self.model_type: str = fields.get("model_type", family.model_types[0])
@@ -108,9 +108,11 @@ class HuggingFaceModel:
         """Return the family and the model, by the fields of `config.json`, and by the tensors where it says little."""
         if is_timm(fields):
             return family_of_timm(fields, self._tensors.shapes)
-        if not fields and (recognised := recognise(self._tensors.shapes)):
+        if fields:
+            return describe_fields(self.path, fields)
+        if recognised := recognise(self._tensors.shapes):
             return recognised
-        return describe_fields(self.path, fields or read_json(self.path / CONFIG, required=True))
+        raise ValueError(describe_unknown(self._tensors.shapes))
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
         """Return the config with a detector's own anchors, which training may have fitted to its images."""
@@ -231,7 +233,8 @@ def convert(
 
     Args:
       hf_dir: a Hugging Face directory, or one of timm's; a GGUF file; or a safetensors file with the state dict of
-        timm's ViT, of torchvision's ResNet or of YOLOv5, or a directory with one, perhaps beside `labels.txt`.
+        timm's ViT, of torchvision's ResNet or of YOLOv5, or a directory with one. Its classes have the labels of
+        NAME.labels.txt beside NAME.safetensors, or of labels.txt.
       out_dir: the model directory, empty or not existing.
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are, and bfloat16 for the quantised ones
         of a GGUF file.
@@ -351,14 +354,18 @@ def _with_preprocessor(path: pathlib.Path, config: ModelConfig, family: Family) 
     return with_preprocessor(config, fields, family.image_processor)
 
 
-def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """Return the config with the labels of `labels.txt`, if there is one."""
-    file = folder / LABELS
+def _with_labels(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
+    """Return the config with the labels of a text file, one a line, if there is one.
+
+    It is `labels.txt` in the folder; one file of several, NAME.safetensors, may have its own in `NAME.labels.txt`.
+    """
+    folder, own = (path, None) if path.is_dir() else (path.parent, path.with_name(f"{path.stem}.{LABELS}"))
+    file = own if own is not None and own.is_file() else folder / LABELS
     if not isinstance(config, VisionConfig) or not file.is_file():
         return config
     labels = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
     if len(labels) != len(config.labels):
-        raise ValueError(f"{LABELS} has {len(labels)} labels for {len(config.labels)} classes; give one a line.")
+        raise ValueError(f"{file.name} has {len(labels)} labels for {len(config.labels)} classes; give one a line.")
     return dataclasses.replace(config, labels=labels)
 
 

@@ -134,14 +134,14 @@ class _Side(NamedTuple):
       taken: the pixels of the image that are resized.
       begin: where resizing begins in these.
       scale: pixels of the image for one of the result.
-      count: pixels after resizing.
+      length: pixels after resizing.
       kept: which of them the crop keeps.
     """
 
     taken: slice
     begin: float
     scale: float
-    count: int
+    length: int
     kept: slice
 
     @classmethod
@@ -166,8 +166,8 @@ def _resize_side(pixels: np.ndarray, axis: int, side: _Side, resampling: Resampl
 
     kernel = Image.Resampling["BILINEAR" if resampling is Resampling.LINEAR else resampling.name]
     at_once, parts = max(1, weight_bytes // (8 * 2 * KERNEL * math.ceil(max(side.scale, 1.0)))), []
-    for first in range(0, side.count if side.scale != 1 else 0, at_once):
-        count = min(at_once, side.count - first)
+    for first in range(0, side.length if side.scale != 1 else 0, at_once):
+        count = min(at_once, side.length - first)
         begin, end = side.begin + first * side.scale, side.begin + (first + count) * side.scale
         taken, begin = _taken(pixels.shape[axis], begin, end, side.scale)
         part = pixels[taken] if axis == 0 else pixels[:, taken]
