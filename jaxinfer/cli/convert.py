@@ -22,7 +22,8 @@ def convert(
         typer.Argument(
             metavar="MODEL",
             help="Directory with config.json and safetensors files, GGUF file, Hugging Face hub repository "
-            "(ORG/NAME or ORG/NAME@REVISION), or state dict of ResNet or YOLOv5.",
+            "(ORG/NAME or ORG/NAME@REVISION), or state dict in safetensors: ResNet of torchvision, ViT or DeiT of "
+            "timm, YOLOv5.",
             show_default=False,
         ),
     ],
@@ -57,6 +58,9 @@ def convert(
     layer_files: LayerFilesOption = None,
 ) -> None:
     """Convert a Hugging Face checkpoint, a GGUF file or an image model's state dict to a model directory.
+
+    A state dict NAME.safetensors takes the names of its classes, one a line, from NAME.labels.txt next to it, or from
+    labels.txt. preprocessor_config.json in the same folder says how it resizes images.
 
     From a repository it downloads safetensors, configs and the tokenizer, except files that were downloaded before.
     OUT_DIR appears only when complete; if the command was interrupted, run it again.

@@ -16,7 +16,7 @@ from jaxinfer.compiled import ExecutableStore
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.errors import ConfigError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
-from jaxinfer.experts.execution.kinds import ExpertKind, kind_of
+from jaxinfer.experts.execution.kinds import NOTHING, ExpertKind, kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.experts.execution.profiler import Measured, measure
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
@@ -345,7 +345,12 @@ def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
     for rule in rules:
         if rule.expert == name and rule.verdict not in kind.verdicts:
             known = ", ".join(map(repr, kind.verdicts[:8])) + (", ..." if len(kind.verdicts) > 8 else "")
-            raise ConfigError(f"rule {rule.expert!r}: it never answers {rule.verdict!r}; its verdicts: {known}.")
+            remedy = ""
+            if all(verdict.isdecimal() for verdict in kind.verdicts if verdict != NOTHING):
+                remedy = " To name its classes, put labels.txt next to its weights and convert them again."
+            raise ConfigError(
+                f"rule {rule.expert!r}: it never answers {rule.verdict!r}; its verdicts: {known}.{remedy}"
+            )
 
 
 def _device(executor: ExecutorOptions) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Self, overload
 
+import numpy as np
+
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
 from jaxinfer.experts.execution.decider import InputDecider
@@ -20,6 +22,7 @@ from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
 from jaxinfer.generation.fields import NotNegative, check
+from jaxinfer.models.vision.image_files import AnyImage, pixels_of
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import OverloadedError
 from jaxinfer.serving.heap import trim_heap
@@ -89,7 +92,7 @@ class System(OpenedSystem, Closeable):
 
         Args:
           kind: the name of one of the config's inputs.
-          value: an image, uint8 [H, W, 3] (RGB); for an encoder a text or token ids.
+          value: an image, uint8 [H, W, 3] (RGB), as from `load_image`; for an encoder a text or token ids.
           deadline: seconds within which the last expert must have begun.
 
         Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ClosedError, DiedError.
@@ -100,6 +103,24 @@ class System(OpenedSystem, Closeable):
             raise InvalidInputError(str(error)) from None
         first = self.graph.first(kind)
         return self._decider.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
+
+    def load_image(self, kind: str, image: AnyImage) -> np.ndarray:
+        """Resize and crop an image of any size as the first expert of a kind of input needs it.
+
+        Classifiers resize as their checkpoints say; detectors take the image inside a grey square, in whose pixels
+        boxes are. An expert with `image_size` in its config resizes images of this size itself, and takes no others.
+
+        Args:
+          kind: the name of one of the config's inputs.
+          image: a file, an image of Pillow, or uint8 [H, W, 3] (RGB).
+
+        Raises RoutingError, InvalidInputError, LoadError, and MissingExtraError without Pillow.
+        """
+        expert = self._find(self.graph.first(kind))
+        try:
+            return expert.kind.fit(pixels_of(image))
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from error
 
     async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
         """Submit an input and wait for its result, in a coroutine; cancelling it cancels the request."""

@@ -22,8 +22,10 @@ from jaxinfer.experts.execution.profiler import Measured
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
+from jaxinfer.models.files.loading import load_model
+from jaxinfer.models.vision.image_files import fitted, read_image
 from tests.cli.test_display import shown
-from tests.experts.boards import image, save_classifiers
+from tests.experts.boards import image, probabilities, save_classifiers
 
 FILE = """
 mode = "best"
@@ -160,27 +162,63 @@ def test_run_random_as_json(board):
     assert "5 inputs in " in done.stderr
 
 
+def test_photographs_are_resized_and_cropped_as_the_checkpoint_says(board, tmp_path):
+    """An input of any size has the verdict and probabilities of what `Embedder` and `elastic` make of it."""
+    pillow = pytest.importorskip("PIL.Image")
+    for number, size in enumerate([(640, 480), (31, 97), (32, 32)]):
+        (tmp_path / "K0").mkdir(exist_ok=True)
+        photo = pillow.effect_noise(size, 90).convert("RGB")
+        photo.save(tmp_path / "K0" / f"{number}.png")
+        np.save(tmp_path / "K0" / f"{number}.npy", np.asarray(photo))
+    photo.save(tmp_path / "K0" / "3.jpg", quality=100)
+    lines = [json.loads(line) for line in invoke("run", board, "--images", tmp_path, "--json").stdout.splitlines()]
+    assert [line["input"] for line in lines] == [
+        *("K0/0.npy", "K0/0.png", "K0/1.npy", "K0/1.png", "K0/2.npy", "K0/2.png", "K0/3.jpg"),
+    ]
+    config = load_model(board / "c0").config
+    for line in lines:
+        file = tmp_path / line["input"]
+        pixels = np.load(file) if file.suffix == ".npy" else read_image(file)
+        best = probabilities(board / "c0", fitted(pixels, config.image_size, config.preprocessing)).argmax()
+        assert line["stages"][0]["verdict"] == config.labels[best]
+
+
 def test_an_image_that_cannot_be_judged_is_the_only_one(board, tmp_path):
+    """Damage that only decoding shows."""
     images = shutil.copytree(board / "images", tmp_path / "images")
-    np.save(images / "K0" / "small.npy", image(0, size=8))
+    file = images / "K1" / "torn.png"
+    pytest.importorskip("PIL.Image").effect_noise((64, 64), 90).save(file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    done = invoke("run", board, "--images", images, "--json", code=1)
+    errors = [line for line in map(json.loads, done.stdout.splitlines()) if "error" in line]
+    assert [(line["input"], line["error"]) for line in errors] == [("K1/torn.png", "InvalidInputError")]
+    assert "3 inputs in " in done.stderr
+    assert "1 failed" in done.stderr
+
+
+def test_files_that_are_no_images_are_refused_before_experts_are_opened(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(opened, "open_model", lambda *_, **__: pytest.fail("an expert was opened before the error"))
+    images = shutil.copytree(board / "images", tmp_path / "images")
+    np.save(images / "K0" / "floats.npy", np.zeros((8, 8, 3)))
+    np.save(images / "K0" / "grey.npy", np.zeros((8, 8), np.uint8))
     (images / "K1" / "empty.npy").touch()
     (images / "K1" / "torn.npy").write_bytes(b"\x93NUMPY")
     header = "{'descr': '|u1', 'fortran_order': False, 'shape': %s"
     (images / "K1" / "unclosed.npy").write_bytes(npy(header % "(8, 8, 3)"))
-    (images / "K1" / "vast.npy").write_bytes(npy(header % "(1000000, 1000000, 12)" + "}"))
-    pytest.importorskip("PIL.Image").new("1", (20000, 20000)).save(images / "K1" / "vast.png")
-    done = invoke("run", board, "--images", images, "--json", code=1)
-    errors = [line for line in map(json.loads, done.stdout.splitlines()) if "error" in line]
-    assert [(line["input"], line["error"]) for line in errors] == [
-        ("K0/small.npy", "InvalidInputError"),
-        ("K1/empty.npy", "EOFError"),
-        ("K1/torn.npy", "ValueError"),
-        ("K1/unclosed.npy", "TokenError"),
-        ("K1/vast.npy", "MemoryError"),
-        ("K1/vast.png", "DecompressionBombError"),
-    ]
-    assert "3 inputs in " in done.stderr
-    assert "6 failed" in done.stderr
+    (images / "K1" / "vast.npy").write_bytes(npy(header % "(1000000, 1000000, 3)" + "}"))
+    pytest.importorskip("PIL.Image").new("1", (10000, 10000)).save(images / "K1" / "vast.png")
+    (images / "K1" / "text.jpg").write_text("no image")
+    broken = ["K0/floats.npy", "K0/grey.npy", "K1/empty.npy", "K1/text.jpg", "K1/torn.npy", "K1/unclosed.npy"]
+    broken += ["K1/vast.npy", "K1/vast.png"]
+    (error,) = invoke("run", board, "--images", images, code=2).stderr.splitlines()
+    assert "8 of 11 files are no images: " in error
+    assert [name for name in broken if name in error] == broken[:5]
+    assert "floats.npy: an image must be uint8 [H, W, 3] (RGB), got float64 [8, 8, 3]; " in error
+    for name in broken[:5]:
+        (images / name).unlink()
+    (error,) = invoke("run", board, "--images", images, code=2).stderr.splitlines()
+    assert [name for name in broken if name in error] == broken[5:]
+    assert "vast.png: 10000 x 10000 are more than 50000000 pixels; make the image smaller" in error
 
 
 def npy(header):

@@ -150,8 +150,17 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
     for deadline in (float("nan"), -1, "5", True, [1], 10**400):
         with pytest.raises(InvalidInputError, match="deadline must be a finite number >= 0 or None, got"):
             system.submit("c0", image(0), deadline=deadline)
+    for kind, bad, message in (
+        ("c0", "nothing.png", "nothing.png: no such file"),
+        ("c0", np.zeros((8, 8)), "an image must be uint8"),
+        ("e0", image(0), "takes texts, not images"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            system.load_image(kind, bad)
+    with pytest.raises(RoutingError, match="unknown kind of input 'c7'"):
+        system.load_image("c7", image(0))
     assert system.statistics.failed == 0
-    assert len(list(system.run([("c0", image(0))]))) == 1
+    assert len(list(system.run([("c0", system.load_image("c0", image(0)))]))) == 1
     with pytest.raises(InvalidInputError):
         list(system.run([("c0", image(0)), ("c0", None)]))
     bad = [("c0", None), ("c0", image(0)), ("c9", image(0)), (None, 5), ("c0", image(1))]

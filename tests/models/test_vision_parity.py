@@ -14,7 +14,7 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.cli import app
 from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model
-from jaxinfer.models.config import STRIDES, PreprocessingConfig
+from jaxinfer.models.config import STRIDES, PreprocessingConfig, Resampling
 from jaxinfer.models.families import family_of, timm_vit, torchvision_resnet, vit, yolov5
 from jaxinfer.models.families.image_processors import with_preprocessor
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
@@ -217,6 +217,29 @@ def test_each_state_dict_of_a_folder_may_have_its_labels(tmp_path):
     (tmp_path / "resistor.labels.txt").write_text("a\n")
     with pytest.raises(CheckpointError, match=r"resistor\.labels\.txt has 1 labels for 3 classes; give one a line"):
         labels("resistor")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "size", "resized", "keep_ratio"),
+    [
+        ("torchvision_basic", {"size": {"shortest_edge": 96}, "crop_pct": 0.75, "resample": 2}, 96, 128, True),
+        ("torchvision_basic", {"size": 48, "image_processor_type": "ViTImageProcessor"}, 48, None, False),
+        ("timm_vit_token", {"size": 64}, 64, None, False),
+    ],
+)
+def test_a_state_dict_s_images_are_those_of_the_preprocessor_beside_it(
+    name, fields, size, resized, keep_ratio, tmp_path
+):
+    for file in ("model", "other"):
+        shutil.copyfile(vision.DIRECTORY / name / "model.safetensors", tmp_path / f"{file}.safetensors")
+    colours = {"image_mean": [0.25, 0.5, 0.5], "image_std": [0.5, 0.5, 0.25]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields | colours))
+    for path in (tmp_path, tmp_path / "other.safetensors"):
+        config = HuggingFaceModel(path).config
+        assert config.image_size == size
+        assert (config.preprocessing.resized, config.preprocessing.keep_ratio) == (resized, keep_ratio)
+        assert config.preprocessing.resampling is Resampling.BILINEAR
+        assert (config.preprocessing.mean, config.preprocessing.deviation) == ((0.25, 0.5, 0.5), (0.5, 0.5, 0.25))
 
 
 def test_labels_of_transformers():

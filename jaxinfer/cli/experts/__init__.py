@@ -100,7 +100,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of images: DIR/KIND/NAME.npy (uint8, [height, width, 3]), or .png and .jpg with Pillow.",
+            help="Folder of images of any size, which are resized as the checkpoint of their first expert says: "
+            "DIR/KIND/NAME.jpg, .png and others, or .npy (uint8, [height, width, 3]).",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +115,10 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object per line; the summary goes to stderr.")
     ] = False,
 ) -> None:
-    """Judge images, and print one line each and a summary. Exits with status 1 if some could not be judged."""
+    """Judge images, and print one line each and a summary. Exits with status 1 if some could not be judged.
+
+    Verdicts are the names of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
+    """
     from jaxinfer.cli.experts import judging
     from jaxinfer.experts import System, SystemConfig
 
@@ -123,7 +127,7 @@ def run(
     given = SystemConfig.read(config, mode=mode)
     files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
     with System(given) as system:
-        inputs = judging.read_images(files) if random is None else judging.random_inputs(system, random, seed)
+        inputs = judging.read_images(system, files) if random is None else judging.random_inputs(system, random, seed)
         summary = judging.Summary(random or len(files))
         try:
             judging.judge(system, inputs, summary, typer.echo, as_json=json)

@@ -1,6 +1,7 @@
 """Inputs from files, or random ones, on their way through a system."""
 
 import dataclasses
+import functools
 import json
 import time
 from collections import deque
@@ -15,11 +16,13 @@ from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.system import System
-from jaxinfer.extras import require_extra
+from jaxinfer.extras import MissingExtraError
 from jaxinfer.models.config import EncoderConfig
+from jaxinfer.models.vision.image_files import IMAGE_SUFFIXES, check_image_file, pixels_of
 from jaxinfer.progress import long_work, paused
 
-PILLOW = {".png", ".jpg", ".jpeg"}
+LISTED = 5
+"""Broken files that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,27 +56,55 @@ def image_files(folder: Path, kinds: Sequence[str]) -> list[tuple[str, Path]]:
     """Return the images of a folder with their kinds.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are none, or some are no images.
       RoutingError: an unknown kind.
     """
     if not folder.is_dir():
         raise ValueError(f"--images {folder}: no such folder.")
     images = []
     for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
-        files = sorted(file for file in inside.iterdir() if file.suffix.lower() in {".npy", *PILLOW})
+        files = sorted(file for file in inside.iterdir() if file.suffix.lower() in {".npy", *IMAGE_SUFFIXES})
         if files and inside.name not in kinds:
             raise RoutingError(f"{inside}: unknown kind of input {inside.name!r}; known: {', '.join(kinds[:8])}.")
         images += [(inside.name, file) for file in files]
     if not images:
-        raise ValueError(f"--images {folder}: no images found; expected KIND/NAME.npy, .png or .jpg.")
-    if any(file.suffix.lower() in PILLOW for _, file in images):
-        _require_pillow()
+        raise ValueError(f"--images {folder}: no images found; expected KIND/NAME.jpg, .png or .npy.")
+    if broken := [error for _, file in images if (error := _error_of(file))]:
+        listed = "; ".join(error.rstrip(".") for error in [*broken[:LISTED], "..."][: len(broken)])
+        raise ValueError(f"--images {folder}: {len(broken)} of {len(images)} files are no images: {listed}.")
     return images
 
 
-def read_images(files: Iterable[tuple[str, Path]]) -> Iterator[Input]:
-    """Return the images as inputs, each read when its turn comes."""
-    return (Input(f"{kind}/{file.name}", kind, lambda file=file: _read(file)) for kind, file in files)
+def _error_of(file: Path) -> str:
+    """Return why a file is no image, by its beginning; empty if it seems to be one."""
+    try:
+        if _is_array(file):
+            pixels_of(_mapped(file))
+        else:
+            check_image_file(file)
+    except MissingExtraError:
+        raise
+    except Exception as error:  # files can be broken in any way
+        message = " ".join(str(error).split()) or type(error).__name__
+        return message if str(file) in message else f"{file}: {message}"
+    return ""
+
+
+def read_images(system: System, files: Iterable[tuple[str, Path]]) -> Iterator[Input]:
+    """Return the images as inputs, each read and resized when its turn comes."""
+
+    def read(kind: str, file: Path) -> np.ndarray:
+        return system.load_image(kind, _mapped(file) if _is_array(file) else file)
+
+    return (Input(f"{kind}/{file.name}", kind, functools.partial(read, kind, file)) for kind, file in files)
+
+
+def _is_array(file: Path) -> bool:
+    return file.suffix.lower() == ".npy"
+
+
+def _mapped(file: Path) -> np.ndarray:
+    return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
 def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
@@ -156,17 +187,3 @@ def _error_line(item: Input, error: Exception, as_json: bool) -> str:
     if as_json:
         return json.dumps({"input": item.name, "kind": item.kind, "error": type(error).__name__, "message": message})
     return f"{item.name}  failed: {message}"
-
-
-def _read(file: Path) -> np.ndarray:
-    if file.suffix.lower() == ".npy":
-        return np.load(file, allow_pickle=False)
-    _require_pillow()
-    from PIL import Image
-
-    with Image.open(file) as opened:
-        return np.asarray(opened.convert("RGB"))
-
-
-def _require_pillow() -> None:
-    require_extra("PIL", "reading .png and .jpg (not .npy: uint8, [height, width, 3])")

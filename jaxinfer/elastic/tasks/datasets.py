@@ -11,10 +11,10 @@ from jaxinfer.elastic.errors import InvalidImageError
 from jaxinfer.elastic.tasks.images import SQUARE, load_image, resize_images
 from jaxinfer.extras import require_extra
 from jaxinfer.models.config import PreprocessingConfig
+from jaxinfer.models.vision.image_files import IMAGE_SUFFIXES
 
 VALIDATION = 0.2
 """Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
-IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.loading import OpenedModel
+from jaxinfer.models.vision.image_files import fitted, letterboxed
 
 NOTHING = "none"
 """The verdict of a detector that has found nothing."""
@@ -100,6 +101,10 @@ class ExpertKind(Protocol):
         """Prepare an input for a batch. Raises InvalidInputError."""
         ...
 
+    def fit(self, image: np.ndarray) -> np.ndarray:
+        """Resize and crop an image, uint8 [H, W, 3], to an input. Raises InvalidInputError."""
+        ...
+
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         """Compute a padded batch: the body of the program."""
@@ -115,11 +120,12 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
 
     Args:
       config: the model's config.
-      size: height and width of the images; None: the model's, which needs no resizing.
+      size: height and width of the images, which the program resizes; None: the model's.
     """
 
     def __init__(self, config: Config, size: tuple[int, int] | None = None):
         self.labels, self.config = config.labels, _without_labels(config)
+        self._resizes = size is not None
         self.shape = (*(size or (config.image_size, config.image_size)), 3)
         self.dtype = np.dtype(np.uint8)
         self.takes = f"images of {list(self.shape)}"
@@ -133,6 +139,12 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
             )
         return image
 
+    def fit(self, image: np.ndarray) -> np.ndarray:
+        return self.check(image if self._resizes else self._fit(image))
+
+    def _fit(self, image: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         return model(inputs)
@@ -140,6 +152,9 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
 
 class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
     """An expert that maps images to classes."""
+
+    def _fit(self, image: np.ndarray) -> np.ndarray:
+        return fitted(image, self.config.image_size, self.config.preprocessing)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -155,6 +170,9 @@ class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
 
 class Detector(_ImageExpert[YoloConfig]):
     """An expert that maps images to boxes."""
+
+    def _fit(self, image: np.ndarray) -> np.ndarray:
+        return letterboxed(image, self.config.image_size)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -211,6 +229,9 @@ class TextEncoder:
         if ids.min() < 0 or ids.max() >= self.config.vocab:
             raise InvalidInputError(f"token ids must be in [0, {self.config.vocab}), got {ids.min()} to {ids.max()}.")
         return np.pad(ids.astype(np.int32), (0, self.shape[0] - len(ids)), constant_values=-1)
+
+    def fit(self, image: np.ndarray) -> np.ndarray:
+        raise InvalidInputError("the expert takes texts, not images.")
 
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:

@@ -158,5 +158,6 @@ FAMILY = Family(
     published=("ViT and DeiT of timm",),
     config=_config,
     sources=_sources,
+    image_processor="ViT",
     mark="blocks.0.attn.qkv.weight",
 )

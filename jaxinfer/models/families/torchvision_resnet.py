@@ -38,5 +38,6 @@ FAMILY = Family(
     config=_config,
     sources=lambda config: resnet_sources(config, _names, "fc"),
     ignored=UNUSED,
+    image_processor="ConvNext",
     mark="layer1.0.conv1.weight",
 )

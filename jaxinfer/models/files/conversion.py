@@ -64,7 +64,8 @@ class HuggingFaceModel:
     """A Hugging Face directory, a GGUF file, or the state dict of a family without `config.json`, checked in full
     before any tensor is read.
 
-    The labels of a state dict's classes may be in text files beside it (`_with_labels`).
+    Next to a state dict may be the labels of its classes (`_with_labels`), and `preprocessor_config.json`, which says
+    how images are resized.
 
     Attributes:
       path: the directory, the GGUF file, or the safetensors file of a state dict.
@@ -111,7 +112,8 @@ class HuggingFaceModel:
         if fields:
             return describe_fields(self.path, fields)
         if recognised := recognise(self._tensors.shapes):
-            return recognised
+            family, config = recognised
+            return family, _with_preprocessor(_folder(self.path), config, family)
         raise ValueError(describe_unknown(self._tensors.shapes))
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
@@ -234,7 +236,7 @@ def convert(
     Args:
       hf_dir: a Hugging Face directory, or one of timm's; a GGUF file; or a safetensors file with the state dict of
         timm's ViT, of torchvision's ResNet or of YOLOv5, or a directory with one. Its classes have the labels of
-        NAME.labels.txt beside NAME.safetensors, or of labels.txt.
+        NAME.labels.txt beside NAME.safetensors, or of labels.txt; `preprocessor_config.json` says how it resizes.
       out_dir: the model directory, empty or not existing.
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are, and bfloat16 for the quantised ones
         of a GGUF file.
@@ -354,13 +356,18 @@ def _with_preprocessor(path: pathlib.Path, config: ModelConfig, family: Family) 
     return with_preprocessor(config, fields, family.image_processor)
 
 
+def _folder(path: pathlib.Path) -> pathlib.Path:
+    """Return the folder of the files beside a model's weights, by the path of either."""
+    return path if path.is_dir() else path.parent
+
+
 def _with_labels(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
     """Return the config with the labels of a text file, one a line, if there is one.
 
     It is `labels.txt` in the folder; one file of several, NAME.safetensors, may have its own in `NAME.labels.txt`.
     """
-    folder, own = (path, None) if path.is_dir() else (path.parent, path.with_name(f"{path.stem}.{LABELS}"))
-    file = own if own is not None and own.is_file() else folder / LABELS
+    own = path.with_name(f"{path.stem}.{LABELS}")
+    file = own if path.is_file() and own.is_file() else _folder(path) / LABELS
     if not isinstance(config, VisionConfig) or not file.is_file():
         return config
     labels = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())

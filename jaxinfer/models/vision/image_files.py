@@ -1,8 +1,10 @@
 """Images outside of programs: read from files, and resized for a model, with Pillow (the extra `images`)."""
 
+import contextlib
 import math
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from jaxinfer.extras import require_extra
 from jaxinfer.models.config import PreprocessingConfig, Resampling
-from jaxinfer.models.vision.images import is_height_first, resized_shape
+from jaxinfer.models.vision.images import GREY, Letterbox, is_height_first, resized_shape
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,6 +39,9 @@ differ by a level or two, where it is a tie.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
 
+IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+"""Ends of the names of files that are images, in a folder."""
+
 
 def read_image(path: str | Path) -> np.ndarray:
     """Read an image file, upright: uint8 [H, W, 3].
@@ -44,8 +49,23 @@ def read_image(path: str | Path) -> np.ndarray:
     16-bit pixels keep their upper 8 bits. Raises ValueError if it is not an image of one of `FORMATS`, or has more than
     `MAX_PIXELS`; MissingExtraError without Pillow.
     """
+    with _opened(path) as image:
+        from PIL import ImageOps
+
+        return _rgb(ImageOps.exif_transpose(image), path)
+
+
+def check_image_file(path: str | Path) -> None:
+    """Raise the errors of `read_image` that the beginning of a file shows, without decoding its pixels."""
+    with _opened(path):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    """Open an image file with Pillow. Raises the errors of `read_image`, also for what fails inside the block."""
     require_extra("PIL", "reading image files")
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
@@ -56,7 +76,7 @@ def read_image(path: str | Path) -> np.ndarray:
                     raise ValueError(
                         f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
                     )
-                return _rgb(ImageOps.exif_transpose(image), path)
+                yield image
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file.") from None
         except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
@@ -112,17 +132,42 @@ def fitted(image: np.ndarray, size: int, cfg: PreprocessingConfig) -> np.ndarray
         return image
     resized = resized_shape(height, width, size, cfg)
     sides = [_Side.middle(length, to, size) for length, to in zip((height, width), resized, strict=True)]
+    return _resize(image, sides, cfg.resampling, height_first=is_height_first((height, width), resized))
+
+
+def letterboxed(image: np.ndarray, size: int) -> np.ndarray:
+    """Resize an image for a detector, into the middle of a grey square: uint8 [H, W, 3] -> [size, size, 3].
+
+    The memory, and errors, are those of `fitted`.
+    """
+    box = Letterbox.fit(image.shape[0], image.shape[1], size)
+    if (box.height, box.width) == (size, size) == image.shape[:2]:
+        return image
+    sides = [
+        _Side(slice(length), 0.0, length / to, to, slice(to))
+        for length, to in zip(image.shape, (box.height, box.width), strict=False)
+    ]
+    first = is_height_first(image.shape, (box.height, box.width))
+    square = np.full((size, size, 3), round(255 * GREY), np.uint8)
+    square[box.top : box.top + box.height, box.left : box.left + box.width] = _resize(
+        image, sides, Resampling.BILINEAR, height_first=first
+    )
+    return square
+
+
+def _resize(image: np.ndarray, sides: "Sequence[_Side]", resampling: Resampling, *, height_first: bool) -> np.ndarray:
+    """Resize and crop both sides of an image, uint8 [H, W, 3]."""
     image = image[sides[0].taken, sides[1].taken]
     if all(side.scale == 1 for side in sides):
         return image[sides[0].kept, sides[1].kept]
     require_extra("PIL", "resizing images")
-    order = (0, 1) if is_height_first((height, width), resized) else (1, 0)
-    weight_bytes = max(image.shape[0] * image.shape[1], 3 * size**2)
-    result = np.empty((size, size, 3), np.uint8)
+    height, width = (len(range(side.length)[side.kept]) for side in sides)
+    weight_bytes = max(image.shape[0] * image.shape[1], 3 * height * width)
+    result = np.empty((height, width, 3), np.uint8)
     for colour in range(3):  # one at a time, since copies and intermediate results take memory
         pixels = image[..., colour]
-        for axis in order:
-            pixels = _resize_side(pixels, axis, sides[axis], cfg.resampling, weight_bytes)
+        for axis in (0, 1) if height_first else (1, 0):
+            pixels = _resize_side(pixels, axis, sides[axis], resampling, weight_bytes)
         result[..., colour] = pixels
     return result
 
