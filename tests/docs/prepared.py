@@ -7,24 +7,6 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-BOARD = """
-max_batch = 2
-[experts.resistor]
-checkpoint = "experts/resistor"
-[experts.solder]
-checkpoint = "experts/solder"
-[[inputs]]
-kind = "resistor"
-expert = "resistor"
-[[rules]]
-expert = "resistor"
-verdict = "ok"
-next = "solder"
-[[executors]]
-device = "cpu:0"
-expert_memory = "1GiB"
-activation_memory = "64MiB"
-"""
 
 
 def save_adapters(folder: Path) -> None:
@@ -34,14 +16,6 @@ def save_adapters(folder: Path) -> None:
     for seed, name in enumerate(("upper", "tests")):
         rng = np.random.default_rng(seed)
         save_adapter(folder / "adapters" / name, {"model.layers.0.self_attn.q_proj": random_pair(256, 256, 4, rng)})
-
-
-def save_experts(folder: Path) -> None:
-    """Write a board of two classifiers that runs on this machine's CPU."""
-    from tests.experts.boards import save_classifiers
-
-    save_classifiers([folder / "experts/resistor", folder / "experts/solder"])
-    (folder / "board.toml").write_text(BOARD)
 
 
 def save_mixture(folder: Path) -> None:
@@ -60,6 +34,5 @@ def save_gguf(folder: Path) -> None:
 PREPARED: dict[Path, Callable[[Path], None]] = {
     Path("docs/how-to/adapters.md"): save_adapters,
     Path("docs/how-to/gguf.md"): save_gguf,
-    Path("docs/experts.md"): save_experts,
     Path("docs/moe.md"): save_mixture,
 }

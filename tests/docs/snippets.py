@@ -28,6 +28,7 @@ NEEDS = {
     "model": "a checkpoint of the reader's",
     "network": "a network",
     "peers": "other engines (`make peers`)",
+    "torch": "PyTorch",
 }
 """Marks of blocks that are checked and not run: `<!-- needs: gpu -->` in the line before."""
 UNCHECKED = {"cd", "git", "source"}

@@ -127,8 +127,8 @@ def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
 
 def _prefix(family: Family, names: Collection[str]) -> str | None:
     """Return what all names have before those of the family; None if the tensors are not of this family."""
-    found = [name.removesuffix(family.mark) for name in names if f".{name}".endswith(f".{family.mark}")]
-    outer = sorted(x for x in found if not any(x != other and x.startswith(other) for other in found))
+    prefixes = [name.removesuffix(family.mark) for name in names if f".{name}".endswith(f".{family.mark}")]
+    outer = sorted(x for x in prefixes if not any(x != other and x.startswith(other) for other in prefixes))
     if not outer:
         return None
     (prefix, *more), model = outer, family.published[0]

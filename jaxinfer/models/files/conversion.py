@@ -366,8 +366,8 @@ def _with_labels(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
 
     It is `labels.txt` in the folder; one file of several, NAME.safetensors, may have its own in `NAME.labels.txt`.
     """
-    own = path.with_name(f"{path.stem}.{LABELS}")
-    file = own if path.is_file() and own.is_file() else _folder(path) / LABELS
+    of_file = path.with_name(f"{path.stem}.{LABELS}")
+    file = of_file if path.is_file() and of_file.is_file() else _folder(path) / LABELS
     if not isinstance(config, VisionConfig) or not file.is_file():
         return config
     labels = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -44,7 +44,7 @@ def preview(path: Path, *, weights: bool = True) -> Preview:
 
     Raises CheckpointError for a directory that does not say what it is.
     """
-    if path.is_file() or (weights and (find_gguf(path) or any(path.glob("*.safetensors")))):
+    if weights and (find_gguf(path) or any(path.glob("*.safetensors"))):
         return _with_weights(path)
     fields = read_json(path / CONFIG, required=True)
     if is_timm(fields):

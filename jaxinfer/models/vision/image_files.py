@@ -32,8 +32,8 @@ KERNEL = 3
 RATIO = 8
 """Ratio of a resized side to the crop up to which the side is resized whole, which gives Pillow's result to the bit.
 
-Of longer ones only the part below the crop is resized. Pillow places it in single precision: one pixel in 10,000 may
-differ by a level or two, where it is a tie.
+If a side is longer, only the part that the crop keeps is resized. Pillow places such a part in single precision, so one
+pixel in 10,000 may differ by a level or two, where rounding is a tie.
 """
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
