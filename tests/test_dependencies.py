@@ -50,6 +50,7 @@ ELSEWHERE = {
     "tests/goldens/make_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_router_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_chat_goldens.py": {"transformers"},
+    "tests/goldens/make_tokenizer_goldens.py": {"transformers"},
     "tests/goldens/make_vision_goldens.py": {"timm", "torch", "torchvision", "transformers", "pyyaml", "yolov5"},
 }
 """What files import that run in environments of their own, which their docstrings tell how to make."""

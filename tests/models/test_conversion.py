@@ -179,9 +179,10 @@ def test_tokenizer_is_built_from_vocab_and_merges(hf, out):
     vocab = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
     (hf / "vocab.json").write_text(json.dumps(vocab))
     (hf / "merges.txt").write_text("#version: 0.2\na b\n")
-    convert(hf, out)
+    _edit(hf / "tokenizer_config.json", eos_token="<end>", added_tokens_decoder={"4": {"content": "<end>"}})
+    assert 4 in convert(hf, out).eos_ids
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert tokenizer.encode("abb<|endoftext|>").ids == [3, 2, 0]
+    assert tokenizer.encode("abb<|endoftext|><end>").ids == [3, 2, 0, 4]
 
 
 def test_tokenizer_is_built_from_wordpieces(tmp_path, out):

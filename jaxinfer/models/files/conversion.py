@@ -1,6 +1,7 @@
 """From a Hugging Face directory, a GGUF file or a state dict to a model directory, tensor by tensor."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -45,7 +46,14 @@ from jaxinfer.models.families import (
 )
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
-from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, end_of_text, tokenizer_files
+from jaxinfer.models.files.tokenizer_files import (
+    CHAT_TEMPLATES,
+    OLDER,
+    READ,
+    TOKENIZER,
+    FolderTokenizer,
+    tokenizer_files,
+)
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
@@ -154,8 +162,12 @@ class HuggingFaceModel:
         if isinstance(self.config, VisionConfig):
             return {}
         if isinstance(self._tensors, SafetensorsFolder):
-            return tokenizer_files(self.path, self.model_type, self.config.vocab)
+            return self._tokenizer.files(self.config.vocab)
         return self._tensors.files
+
+    @functools.cached_property
+    def _tokenizer(self) -> FolderTokenizer:
+        return FolderTokenizer(self.path, self.model_type)
 
     def token_ids(self, role: str) -> tuple[int, ...]:
         """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
@@ -170,7 +182,8 @@ class HuggingFaceModel:
             return ()
         named = [ids for fields in self._special_tokens if (ids := _ids(self.path, role, fields.get(role)))]
         if role == "eos_token_id" and isinstance(self.config, DecoderConfig):
-            named.append(end_of_text(self.path))
+            if isinstance(self._tensors, SafetensorsFolder):
+                named.append(self._tokenizer.end_of_text)
         else:
             named = named[:1]
         ids, vocab = tuple(dict.fromkeys(itertools.chain.from_iterable(named))), self.config.vocab
@@ -194,7 +207,7 @@ def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
 
 def beside_weights(names: Collection[str]) -> list[str]:
     """Return those files of a Hugging Face directory that are read beside its weights."""
-    read = {CONFIG, GENERATION, PREPROCESSOR, POOLING, LABELS, TOKENIZER, *COPIED}
+    read = {CONFIG, GENERATION, PREPROCESSOR, POOLING, LABELS, *READ}
     if TOKENIZER not in names:
         read |= set(OLDER)
     return [

@@ -14,6 +14,7 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxinfer.models.files.tokenizer_classes import pieces
 from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, TOKENIZER
 
 _KEY = "tokenizer.ggml."
@@ -41,21 +42,13 @@ class _Splitting:
     begins: bool = False
 
 
-def _pieces(numbers: str) -> str:
-    """The pattern of contractions, words, numbers, punctuation, line ends and spaces of Llama 3 and Qwen2."""
-    return (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-_LLAMA3 = _Splitting(pieces=_pieces(r"\p{N}{1,3}"), whole=True, begins=True)
+_LLAMA3 = _Splitting(pieces=pieces(r"\p{N}{1,3}"), whole=True, begins=True)
 _SPLITTINGS = {
     "gpt-2": _Splitting(),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "qwen2": _Splitting(pieces=_pieces(r"\p{N}"), nfc=True),
+    "qwen2": _Splitting(pieces=pieces(r"\p{N}"), nfc=True),
     "smollm": _Splitting(digits=True),
 }
 

@@ -1,110 +1,139 @@
 """The tokenizer of a Hugging Face directory: which files a model directory needs, and whether its ids fit.
 
-`tokenizer.json` is copied unchanged. For older checkpoints that have only vocab.json and merges.txt (byte-level BPE)
-or vocab.txt (WordPiece), one is built from those.
+`tokenizer.json` is copied unchanged, unless the files beside it change the tokenizer (`tokenizer_config.py`). For older
+checkpoints that have only vocab.json and merges.txt (byte-level BPE) or vocab.txt (WordPiece), one is built from those.
 """
 
+import functools
 import logging
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import tokenizers
-from tokenizers import processors
-from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
-from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.huggingface import read_json
+from jaxinfer.models.files.tokenizer_config import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    TokenizerConfig,
+    TokenizerJson,
+)
 
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
-_USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
-COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")
 CHAT_TEMPLATES = "additional_chat_templates"
+_COPIED = (TOKENIZER_CONFIG, "chat_template.jinja", "chat_template.json", SPECIAL_TOKENS)
 _UNREADABLE = ("tokenizer.model", "spiece.model", "tekken.json")
-OLDER = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", *_UNREADABLE)
+READ = (TOKENIZER, *_COPIED, ADDED_TOKENS)
+OLDER = ("vocab.json", "merges.txt", "vocab.txt", *_UNREADABLE)
 """Read where there is no `tokenizer.json`; the unreadable ones, of SentencePiece and Tekken, to say so."""
 
 
-def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
-    """Return files by name, empty for a checkpoint without a tokenizer.
+class FolderTokenizer:
+    """The tokenizer of a directory, read once.
 
-    Warns of tokens without a row among the `vocab` rows of the embedding, such as Gemma 3's for images. Raises
-    CheckpointError for a tokenizer that exists only in a form that we cannot read.
+    Args:
+      path: the directory.
+      family: the `model_type` of its `config.json`.
+      lowercase: whether texts become lower case first, unless they do anyway.
+
+    Raises CheckpointError for settings that are not implemented, and for a tokenizer that exists only in a form that we
+    cannot read.
     """
-    names = [*COPIED, *(f"{CHAT_TEMPLATES}/{file.name}" for file in (path / CHAT_TEMPLATES).glob("*.jinja"))]
-    files: dict[str, bytes | pathlib.Path] = {name: path / name for name in names if (path / name).is_file()}
-    if (path / TOKENIZER).is_file():
-        tokenizer = _read(path / TOKENIZER)
-        files[TOKENIZER] = path / TOKENIZER
-    elif (tokenizer := _build(path, family)) is not None:
-        files[TOKENIZER] = tokenizer.to_str().encode()
-    else:
-        return {}
-    if beyond := [token for token, id_ in tokenizer.get_vocab(with_added_tokens=True).items() if id_ >= vocab]:
-        log.warning(
-            "%s: %d tokens of the tokenizer, such as %r, have no row among the %d of the embedding. Prompts with such "
-            "tokens are refused.",
-            *(path, len(beyond), min(beyond), vocab),
-        )
-    return files
+
+    def __init__(self, path: pathlib.Path, family: str, *, lowercase: bool = False):
+        self._path, self._file = path, path / TOKENIZER
+        content = self._file.read_bytes() if self._file.is_file() else None
+        self._config = TokenizerConfig(path, family, content)
+        self._tokenizer: tokenizers.Tokenizer | None = None
+        parts = self._config.without_json() if content is None else _decoded(self._file, content)
+        if parts is not None:
+            self._build(parts, content, lowercase=lowercase)
+        elif models := [name for name in _UNREADABLE if (path / name).is_file()]:
+            raise CheckpointError(
+                f"{path}: {models[0]} is not implemented and there is no {TOKENIZER}; make one with "
+                "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+            )
+
+    def _build(self, parts: TokenizerJson, content: bytes | None, *, lowercase: bool) -> None:
+        before = msgspec.json.encode(parts)
+        self._config.apply_to_parts(parts)
+        if lowercase:
+            parts.normalizer = _lowercased(parts.normalizer)
+        edited = msgspec.json.encode(parts)
+        source = content if content is not None and edited == before else edited
+        try:
+            self._tokenizer = tokenizer = tokenizers.Tokenizer.from_buffer(source)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            state = _state(tokenizer)
+            self._config.apply_to_tokens(tokenizer, parts.added_tokens)
+            self._config.apply_to_rest(tokenizer)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the Rust library raises a bare Exception
+            raise CheckpointError(
+                f"{self._path if content is None else self._file}: not a tokenizer ({error}); fetch it again."
+            ) from error
+        self._changed = source is edited or _state(tokenizer) != state
+
+    def files(self, vocab: int) -> dict[str, bytes | pathlib.Path]:
+        """Return the files of a model directory by name: their contents, or where they are. Empty without a tokenizer.
+
+        Warns of tokens without a row among the `vocab` rows of the embedding, such as Gemma 3's for images.
+        """
+        if self._tokenizer is None:
+            return {}
+        names = [*_COPIED, *(f"{CHAT_TEMPLATES}/{file.name}" for file in (self._path / CHAT_TEMPLATES).glob("*.jinja"))]
+        files: dict[str, bytes | pathlib.Path] = {
+            name: self._path / name for name in names if (self._path / name).is_file()
+        }
+        files[TOKENIZER] = self._tokenizer.to_str().encode() if self._changed else self._file
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if beyond := [token for token, id_ in ids.items() if id_ >= vocab]:
+            log.warning(
+                "%s: %d tokens of the tokenizer, such as %r, have no row among the %d of the embedding. Prompts with "
+                "such tokens are refused.",
+                *(self._path, len(beyond), min(beyond), vocab),
+            )
+        return files
+
+    @functools.cached_property
+    def end_of_text(self) -> tuple[int, ...]:
+        """The id of the token that is the end of a text to the tokenizer; none if it has none."""
+        if self._tokenizer is None or (text := self._config.text_of("eos_token")) is None:
+            return ()
+        id_ = self._tokenizer.token_to_id(text)
+        return () if id_ is None else (id_,)
 
 
-def end_of_text(path: pathlib.Path) -> tuple[int, ...]:
-    """The id of the token that `tokenizer_config.json` calls the end of a text; none if there is none."""
-    token = read_json(path / "tokenizer_config.json").get("eos_token") if path.is_dir() else None
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str) or not (path / TOKENIZER).is_file():
-        return ()
-    id_ = _read(path / TOKENIZER).token_to_id(token)
-    return () if id_ is None else (id_,)
-
-
-def _read(file: pathlib.Path) -> tokenizers.Tokenizer:
+def _decoded(file: pathlib.Path, content: bytes) -> TokenizerJson:
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust library raises a bare Exception
+        return msgspec.json.decode(content, type=TokenizerJson)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: not a tokenizer ({error}); fetch it again.") from error
 
 
-def _build(path: pathlib.Path, family: str) -> tokenizers.Tokenizer | None:
-    vocab, merges, words = path / "vocab.json", path / "merges.txt", path / "vocab.txt"
-    settings = read_json(path / "tokenizer_config.json")
-    if vocab.is_file() and merges.is_file():
-        built = ByteLevelBPETokenizer(
-            str(vocab), str(merges), add_prefix_space=bool(settings.get("add_prefix_space", False))
-        )
-    elif words.is_file():
-        built = BertWordPieceTokenizer(str(words), lowercase=bool(settings.get("do_lower_case", True)))
-    elif models := [file.name for file in (path / name for name in _UNREADABLE) if file.is_file()]:
-        raise CheckpointError(
-            f"{path}: {models[0]} is not implemented and there is no {TOKENIZER}; make one with "
-            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
-        )
-    else:
-        return None
-    # The classes above wrap a Tokenizer; serialising gives the plain one.
-    tokenizer = tokenizers.Tokenizer.from_str(built.to_str())
-    added = {token: id_ for token, id_ in read_json(path / "added_tokens.json").items() if isinstance(id_, int)}
-    tokenizer.add_tokens(sorted(added, key=lambda token: added[token]))
-    special = (*_special_tokens(read_json(path / "special_tokens_map.json")), *_USUALLY_SPECIAL)
-    tokenizer.add_special_tokens([token for token in special if tokenizer.token_to_id(token) is not None])
-    _frame(tokenizer, family)
-    return tokenizer
+def _state(tokenizer: tokenizers.Tokenizer) -> tuple[Any, ...]:
+    """The settings that may change once a tokenizer is read."""
+    parts = (tokenizer.post_processor, tokenizer.decoder)
+    tokens = {id_: str(token.__getstate__()) for id_, token in tokenizer.get_added_tokens_decoder().items()}
+    return tokens, getattr(tokenizer.model, "unk_token", None), *(part and part.__getstate__() for part in parts)
 
 
-def _special_tokens(special_map: Mapping[str, Any]) -> list[str]:
-    """The tokens with a role; each is written as a string or as {"content": ...}."""
-    values = [value.get("content") if isinstance(value, dict) else value for value in special_map.values()]
-    return [value for value in values if isinstance(value, str)]
+def _lowercased(normalizer: dict[str, Any] | None) -> dict[str, Any]:
+    """A normalizer that begins with lower case, as that of sentence-transformers, unless it has the step."""
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    if normalizer is not None and any(step.get("type") == "Lowercase" for step in steps):
+        return normalizer
+    return {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
 
 
-def _frame(tokenizer: tokenizers.Tokenizer, family: str) -> None:
-    """Add the tokens that these two families put around a text; BERT's come with its tokenizer class."""
-    begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
-    if family == "roberta" and begin is not None and end is not None:
-        tokenizer.post_processor = processors.RobertaProcessing(("</s>", end), ("<s>", begin), add_prefix_space=False)
-    elif family == "opt" and end is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", end)])
+def tokenizer_files(
+    path: pathlib.Path, family: str, vocab: int, *, lowercase: bool = False
+) -> dict[str, bytes | pathlib.Path]:
+    """Return the files of `FolderTokenizer`."""
+    return FolderTokenizer(path, family, lowercase=lowercase).files(vocab)
