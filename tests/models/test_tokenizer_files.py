@@ -142,6 +142,8 @@ def test_the_corrected_pattern_of_mistral_must_be_there(folder):
         ({"eos_token": 5}, "eos_token=5 is not a token"),
         ({"eos_token": {"content": "a", "strip": True}}, "eos_token=.* is not a token"),
         ({"additional_special_tokens": "<a>"}, "extra_special_tokens='<a>' must be a list"),
+        ({"tokenizer_class": ["A"]}, r"tokenizer_class=\['A'\] must be a name"),
+        ({"added_tokens_decoder": [1]}, r"added_tokens_decoder=\[1\] must be an object"),
         ({"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder: 'x' is not an id with its token"),
         ({"added_tokens_decoder": {"7": {"special": True}}}, "7={'special': True} is not a token"),
         (
@@ -236,11 +238,20 @@ def test_lower_case_is_not_made_twice(folder):
         assert tokenizer_files(path, model_type, VOCAB, lowercase=True)["tokenizer.json"] == path / "tokenizer.json"
 
 
-def test_the_class_must_have_the_vocabulary(folder):
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PhobertTokenizer", "BertTokenizer"])
+def test_the_class_must_be_made_from_the_vocabulary(folder, name):
     path, model_type = folder("gpt2_files")
-    _edit(path, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    with pytest.raises(CheckpointError, match=r"class is not made from vocab\.json .* correct tokenizer_class"):
+    _edit(path, "tokenizer_config.json", tokenizer_class=name)
+    with pytest.raises(CheckpointError, match=rf"tokenizer_class='{name}' is not implemented for vocab\.json without"):
         tokenizer_files(path, model_type, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["gpt2_files", "bert_files"])
+def test_a_class_that_says_nothing_is_that_of_the_vocabulary(folder, name):
+    path, model_type = folder(name)
+    expected = tokenizer_files(path, model_type, VOCAB)
+    _edit(path, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert tokenizer_files(path, model_type, VOCAB) == expected
 
 
 @pytest.mark.parametrize("merges", ["a b c\n", "a b\n"])

@@ -56,6 +56,7 @@ class TokenizerClass:
 
 PLAIN = TokenizerClass()
 """`TokenizersBackend` (`PreTrainedTokenizerFast`), and all classes that are not listed: `tokenizer.json` as it is."""
+PLAIN_NAMES = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer")
 _ENDS = {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 GPT2 = TokenizerClass(tokens=_ENDS, spaces="bytes", vocabulary="merges", pre_tokenizer=_BYTES, decoder=_BYTES)
 BERT = TokenizerClass(
@@ -139,7 +140,6 @@ _CLASSES = {
     ),
     "XLMRobertaTokenizer": TokenizerClass(tokens=_ROBERTA_TOKENS, frame=("bos_token", "eos_token"), spaces="blanks"),
 }
-_PLAIN_NAME = "TokenizersBackend"
 _USUAL = {  # the class of a model type, as `AutoTokenizer` has it without mistral-common; others have none
     **dict.fromkeys(("bert", "distilbert"), "BertTokenizer"),
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
@@ -148,9 +148,9 @@ _USUAL = {  # the class of a model type, as `AutoTokenizer` has it without mistr
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _PLAIN_NAME),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "mistral", "mistral3", "mixtral"), _PLAIN_NAME),
-    **dict.fromkeys(("olmo2", "olmo3", "phi3", "stablelm"), _PLAIN_NAME),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), PLAIN_NAMES[0]),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "mistral", "mistral3", "mixtral"), PLAIN_NAMES[0]),
+    **dict.fromkeys(("olmo2", "olmo3", "phi3", "stablelm"), PLAIN_NAMES[0]),
 }
 _OVERRULES = {"qwen2"}
 """Model types whose class is right where files name another."""
@@ -166,11 +166,11 @@ def class_of(model_type: str, named: str | None, *, bytewise: bool) -> Tokenizer
     """
     usual = _USUAL.get(model_type)
     name = named.removesuffix("Fast") if named else usual
-    if usual == _PLAIN_NAME or model_type in _OVERRULES:
+    if usual == PLAIN_NAMES[0] or model_type in _OVERRULES:
         name = usual
     if name == "LlamaTokenizer" and bytewise:
         return PLAIN
-    return class_named(name or _PLAIN_NAME)
+    return class_named(name or PLAIN_NAMES[0])
 
 
 def class_named(name: str) -> TokenizerClass:

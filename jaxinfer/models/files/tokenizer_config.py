@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, processors
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import read_json
-from jaxinfer.models.files.tokenizer_classes import BERT, GPT2, PLAIN, class_of
+from jaxinfer.models.files.tokenizer_classes import BERT, GPT2, PLAIN, PLAIN_NAMES, class_of
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,10 @@ class TokenizerConfig:
     def __init__(self, path: pathlib.Path, model_type: str, content: bytes | None):
         self._path = path
         config = read_json(path / TOKENIZER_CONFIG)
-        named = config.get("tokenizer_class") or read_json(path / "config.json").get("tokenizer_class")
-        self.kind = class_of(model_type, named, bytewise=b'"ByteLevel"' in (content or b""))
+        self._named_class = config.get("tokenizer_class") or read_json(path / "config.json").get("tokenizer_class")
+        if not isinstance(self._named_class, str | None):
+            raise self._error(TOKENIZER_CONFIG, f"tokenizer_class={self._named_class!r} must be a name; correct it")
+        self.kind = class_of(model_type, self._named_class, bytewise=b'"ByteLevel"' in (content or b""))
         self._has_json = content is not None
         self._check(TOKENIZER_CONFIG, config, content or b"")
         self._fields = self._merged(config)
@@ -142,16 +144,18 @@ class TokenizerConfig:
         merging, listing = vocab.is_file() and merges.is_file(), words.is_file()
         if not merging and not listing:
             return None
-        if self.kind is PLAIN:
+        if self.kind is PLAIN and self._named_class in (None, *PLAIN_NAMES):
             self.kind = GPT2 if merging else BERT
         if self.kind.vocabulary == "merges" and merging:
             model = _merging(vocab, merges)
         elif self.kind.vocabulary == "words" and listing:
             model = _wordpieces(words)
         else:
-            raise CheckpointError(
-                f"{self._path}: the tokenizer's class is not made from {(vocab if merging else words).name} and there "
-                "is no tokenizer.json; correct tokenizer_class in tokenizer_config.json."
+            raise self._error(
+                TOKENIZER_CONFIG,
+                f"tokenizer_class={self._named_class!r} is not implemented for {(vocab if merging else words).name} "
+                "without tokenizer.json; make one with "
+                "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
             )
         return TokenizerJson(
             normalizer=copy.deepcopy(self.kind.normalizer),
@@ -234,7 +238,10 @@ class TokenizerConfig:
     def _added(self, listed: list[dict[str, Any]]) -> Iterator[tuple[int, AddedToken]]:
         """The added tokens and their ids; a later one takes the id of an earlier one."""
         if self._from_decoder:
-            for id_, token in (self._fields["added_tokens_decoder"] or {}).items():
+            listing = self._fields["added_tokens_decoder"] or {}
+            if not isinstance(listing, dict):
+                raise self._error(TOKENIZER_CONFIG, f"added_tokens_decoder={listing!r} must be an object; correct it")
+            for id_, token in listing.items():
                 if not id_.isdecimal() or not isinstance(token, dict):
                     raise self._error(TOKENIZER_CONFIG, f"added_tokens_decoder: {id_!r} is not an id with its token")
                 yield int(id_), self._token(TOKENIZER_CONFIG, id_, token)
