@@ -32,11 +32,13 @@ class TensorInfo:
 
     Attributes:
       file: where it is.
+      name: its name there.
       shape: its shape.
       dtype: numpy's name, or that of safetensors if we cannot read it.
     """
 
     file: pathlib.Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -57,6 +59,16 @@ class SafetensorsFolder:
             # Also of a file that has more, such as an old copy of a tensor: the index says which one counts.
             self.tensors |= {name: header[name] for name in expected} if expected else header
 
+    def add(self, prefix: str, folder: str) -> None:
+        """Add the tensors of a module in a folder inside, with a prefix to their names."""
+        if not (file := inside(self.path, f"{folder}/{SINGLE}")).is_file():
+            raise CheckpointError(
+                f"{file}: no such file; if there is a pytorch_model.bin, save the model again in safetensors with "
+                "SentenceTransformer(DIR).save(DIR)."
+            )
+        header = _read_header(file)
+        self.tensors |= {f"{prefix}{name}": tensor for name, tensor in header.items()}
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
@@ -71,7 +83,7 @@ class SafetensorsFolder:
                 f"save the model in one of {', '.join(_DTYPES.values())}."
             )
         with _opened(tensor.file) as file:
-            return file.get_tensor(name) if index is None else file.get_slice(name)[index]
+            return file.get_tensor(tensor.name) if index is None else file.get_slice(tensor.name)[index]
 
 
 def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
@@ -80,10 +92,19 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
         if required:
             raise CheckpointError(f"{path}: no such file; a Hugging Face directory needs it.")
         return {}
+    return _decoded(path, dict[str, Any], "a JSON object")
+
+
+def read_json_list(path: pathlib.Path) -> list[dict[str, Any]] | None:
+    """Read the objects in a JSON file; None if it does not exist."""
+    return _decoded(path, list[dict[str, Any]], "a JSON list of objects") if path.is_file() else None
+
+
+def _decoded[T](path: pathlib.Path, kind: type[T], called: str) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not a JSON object ({error}); fetch it again.") from error
+        raise CheckpointError(f"{path}: not {called} ({error}); fetch it again.") from error
 
 
 def read_index(path: pathlib.Path) -> dict[str, set[str]]:
@@ -129,7 +150,7 @@ def _read_header(path: pathlib.Path) -> dict[str, TensorInfo]:
         for name in file.keys():  # noqa: SIM118  (not a mapping)
             view = file.get_slice(name)
             dtype = str(view.get_dtype())
-            tensors[name] = TensorInfo(path, tuple(view.get_shape()), _DTYPES.get(dtype, dtype))
+            tensors[name] = TensorInfo(path, name, tuple(view.get_shape()), _DTYPES.get(dtype, dtype))
     return tensors
 
 

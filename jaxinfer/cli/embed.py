@@ -51,6 +51,16 @@ def embed(
     similarity: Annotated[
         bool, typer.Option("--similarity", help="Print a table of cosine similarities between the inputs.")
     ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt to put before each text: the name of one of the model's, such as query, or a text.",
+            show_default="the model's default prompt",
+        ),
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate/--no-truncate", help="Cut texts that are too long, or refuse them.")
+    ] = True,
     level: Annotated[
         int, typer.Option(help="-r merges r tokens in each layer of an encoder: faster, less accurate; 0 merges none.")
     ] = 0,
@@ -80,7 +90,7 @@ def embed(
     from jaxinfer.generation import Embedder
 
     with Embedder(**model_options(ctx), max_batch=max_batch) as embedder:
-        vectors = embedder.embed(image or prompts)
+        vectors = embedder.embed(image or prompts, prompt=prompt, truncate=truncate)
     names = [str(file) for file in image] if image else [_name(text) for text in prompts]
     if output is not None:
         _write(output, vectors)
@@ -117,6 +127,7 @@ def _similarities(kind: str, names: list[str], vectors: "np.ndarray") -> "Table"
 
     from jaxinfer.cli.display import table
 
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = vectors @ vectors.T
     if len(names) <= MOST_COLUMNS:
         columns = [str(number) for number in range(1, len(names) + 1)]

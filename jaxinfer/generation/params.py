@@ -240,10 +240,16 @@ class PoolingParams:
     Attributes:
       adapter: the name of one of the engine's LoRA adapters; None: the model as it is.
       priority: as in `SamplingParams`.
+      prompt: what to put before a text to embed: the name of one of the model's prompts, or a text; None: the model's
+        default prompt if it has one; "": nothing.
+      truncate: whether a text of more tokens than the model takes is cut, as sentence-transformers does; False: it is
+        refused. Token ids are never cut.
     """
 
     adapter: str | None = None
     priority: Priority = 0
+    prompt: str | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from numbers import Number
 from pathlib import Path
-from typing import Annotated, Any, Unpack, cast
+from typing import Annotated, Any, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 import tokenizers
@@ -22,6 +22,16 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Written by decoders for bytes that are no character, or not yet."""
 
 _TokenIds = Annotated[list[int], Meta(description="a text, or a list of token ids (integers)")]
+
+
+Side = Literal["left", "right"]
+
+
+class TruncationOptions(TypedDict, total=False):
+    """Options of `Tokenizer.encode`."""
+
+    max_tokens: int | None
+    truncation_side: Side
 
 
 class Tokenizer:
@@ -58,14 +68,24 @@ class Tokenizer:
         joins = letter is not None and self._tokenizer.decode([letter]) == "a"
         return {i for i in ids if i is not None} if joins else set()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, max_tokens: int | None = None, truncation_side: Side = "right") -> list[int]:
         """Encode a text, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame).
+
+        Args:
+          max_tokens: the most tokens, of which the special ones are never cut; None: any number.
+          truncation_side: the end of the text that is cut.
 
         Raises ValueError for half a surrogate pair.
         """
-        return self._encode(text, add_special_tokens=True)
+        ids = self._encode(text, add_special_tokens=True).ids
+        if max_tokens is None or len(ids) <= max_tokens:
+            return ids
+        words = self._encode(text, add_special_tokens=False)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        words.truncate(max(max_tokens - special, 0), direction=truncation_side)
+        return self._tokenizer.post_process(words, None, add_special_tokens=True).ids
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -73,11 +93,11 @@ class Tokenizer:
                 f"Character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair, which no "
                 "tokenizer can read: leave it out."
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_word(self, text: str) -> list[int]:
         """Encode a part of a text, without special tokens."""
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids, by default without special tokens."""
@@ -85,7 +105,7 @@ class Tokenizer:
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Encode a conversation, by `ChatTemplates.render`."""
-        return self._encode(self._chat_templates.render(messages, **options), add_special_tokens=False)
+        return self.encode_word(self._chat_templates.render(messages, **options))
 
     def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> "TextStream":
         """Begin a text that follows a prompt and grows with the tokens pushed to it."""
@@ -112,8 +132,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Number) or getattr(value, "shape", None) == ()
 
 
-def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> list[int]:
-    """Return a prompt's token ids, in a new list.
+def encode_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, vocab: int, **cut: Unpack[TruncationOptions]
+) -> list[int]:
+    """Return a prompt's token ids, in a new list. cut: how a text is cut, as in `Tokenizer.encode`.
 
     Raises ValueError for an invalid prompt, text without a tokenizer, and ids outside [0, vocab).
     """
@@ -122,7 +144,7 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> li
     elif tokenizer is None:
         raise ValueError("The model directory has no tokenizer: give the prompt as token ids.")
     else:
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt, **cut)
     if unknown := [i for i in ids if not 0 <= i < vocab]:
         raise ValueError(f"Token ids {shown(unknown[:5])} of the prompt are outside the vocabulary [0, {vocab}).")
     return ids

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
-from jaxinfer.checkpoints.manifest import FORMAT
 from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.disk_cache import cache_folder, write_atomically
 from jaxinfer.hub.names import HubName
@@ -16,6 +15,9 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     from jaxinfer.hub.repository import Commit
     from jaxinfer.models.files.preview import Preview
+
+CONVERSION = 3
+"""Part of a folder's name, and raised when a conversion reads more of a checkpoint: 3 reads how texts are embedded."""
 
 # What fetches and converts is imported when it is needed: a model directory, and a converted model, do without it.
 
@@ -98,12 +100,14 @@ def _local(path: Path) -> Path:
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
     if not ((path / "config.json").is_file() and any(file.suffix == ".safetensors" for file in files)):
         return path  # whoever opens it says what is missing
+    for inside in ("*/config.json", "*/model.safetensors", "*/*.jinja"):  # sentence-transformers' modules, templates
+        files += sorted(path.glob(inside))
     return _converted(path, path.resolve().name, files)
 
 
 def _converted(path: Path, name: str, files: Sequence[Path]) -> Path:
     """The model that is converted from a path, again when its files have changed."""
-    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr((str(path.resolve()), state)).encode()).hexdigest()
     from jaxinfer.models.files.conversion import convert
 
@@ -143,7 +147,7 @@ def _models() -> Path:
 
 def _folder(name: str, version: str) -> Path:
     """The folder of a model by its name, such as ORG/NAME, and its version, such as a commit."""
-    return _models() / f"{name.replace('/', '--')}@{version[:12]}.{FORMAT}"
+    return _models() / f"{name.replace('/', '--')}@{version[:12]}.{CONVERSION}"
 
 
 def _make(folder: Path, make: Callable[[], object]) -> None:

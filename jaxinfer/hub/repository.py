@@ -18,9 +18,9 @@ from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, r
 from jaxinfer.futures import DaemonThreads
 from jaxinfer.hub.errors import HubError, UnreachableError
 from jaxinfer.hub.names import HubName
-from jaxinfer.models.files.conversion import beside_weights, check_description
+from jaxinfer.models.files.conversion import beside_weights, check_description, dense_weights
 from jaxinfer.models.files.description import CONFIG
-from jaxinfer.models.files.preview import BESIDE_CONFIG, Preview, preview
+from jaxinfer.models.files.preview import Preview, described_by, preview
 from jaxinfer.progress import LongWork, long_work
 
 ANSWER_SECONDS = 10.0
@@ -77,7 +77,7 @@ class Commit:
                 self._check(folder)
             self._get([*beside_weights(self.sizes), *({INDEX} & self.sizes.keys())], work)
             self._check(folder)
-            weights = self._weights(folder, self.sizes)
+            weights = [*self._weights(folder, self.sizes), *self._dense(folder)]
             size = sum(self.sizes[name] for name in weights)
             missing = sum(self.sizes[name] for name in weights if not (folder / name).exists())
             _check_room(f"{self}", {folder: missing} if out is None else {folder: missing, out: size})
@@ -103,7 +103,7 @@ class Commit:
         if CONFIG not in self.sizes:
             raise HubError("; ".join(refused) or f"{self.name} has no {CONFIG}, which says what the model is.")
         with long_work(f"fetching {CONFIG} of {self.name}", in_bytes=True) as work:
-            self._get([name for name in (CONFIG, *BESIDE_CONFIG) if name in self.sizes], work)
+            self._get(described_by(self.sizes), work)
         return self._preview(folder, refused)
 
     def _preview(self, folder: Path, refused: Sequence[str] = ()) -> Preview:
@@ -147,6 +147,13 @@ class Commit:
         names = [name for name in sizes if "/" not in name and name.endswith(".safetensors")]
         if len(names) > 1:
             raise HubError(f"{self} has {len(names)} safetensors files, but neither {SINGLE} nor {INDEX}.")
+        return names
+
+    def _dense(self, folder: Path) -> list[str]:
+        """The names of the files with the weights behind a sentence encoder's pooling."""
+        names = dense_weights(folder)
+        if self.sizes is not None and (missing := [name for name in names if name not in self.sizes]):
+            raise HubError(f"{self} has no {missing[0]}: pickles can run code, so only safetensors are read.")
         return names
 
     def _check(self, folder: Path) -> None:

@@ -79,10 +79,21 @@ class SharedMix(enum.StrEnum):
 
 
 class Pooling(enum.StrEnum):
-    """How an encoder's token vectors become one."""
+    """How the vectors of a text's tokens become one."""
 
     MEAN = "mean"  # average over the real tokens
     CLS = "cls"  # the first token's vector
+    MAX = "max"  # the largest value of each feature
+    LAST = "last"  # the last token's vector
+
+
+class DenseActivation(enum.StrEnum):
+    """The nonlinearity of a dense layer behind the pooling."""
+
+    TANH = "tanh"
+    GELU = "gelu"  # exact, with erf
+    RELU = "relu"
+    SILU = "silu"
 
 
 class QKNormScope(enum.StrEnum):
@@ -381,6 +392,8 @@ class _TransformerConfig(_LayersConfig):
     context: int  # maximal tokens of a request, prompt and output together
     positions: PositionsConfig
     padded_vocab: int | None = None  # rows of the embedding and the head; from `vocab` on no tokens. None: vocab
+    pooling: Pooling = Pooling.MEAN  # of a text to embed
+    normalize: bool = True  # the vector of a text to length 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -401,7 +414,7 @@ class _TransformerConfig(_LayersConfig):
 
     @property
     def output_width(self) -> int:
-        """The width of the hidden vectors that the model returns."""
+        """The width of the vectors that the model returns."""
         return self.embed
 
     @property
@@ -487,12 +500,24 @@ class DecoderConfig(_TransformerConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseConfig:
+    """One dense layer behind an encoder's pooling (sentence-transformers' `Dense`)."""
+
+    outputs: int
+    activation: DenseActivation | None = None  # None: linear
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "outputs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(_TransformerConfig):
     """One bidirectional encoder in BERT's arrangement (post-norm, learned positions)."""
 
     block: ClassVar[BlockKind] = BlockKind.POST_NORM  # the only one an encoder has
     token_types: int = 0  # rows of the segment table; 0: none (DistilBERT)
-    pooling: Pooling = Pooling.MEAN
+    dense: tuple[DenseConfig, ...] = ()  # between pooling and normalisation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -503,6 +528,11 @@ class EncoderConfig(_TransformerConfig):
                 f"EncoderConfig.attention.windows={self.attention.windows} is not implemented: an encoder's tokens "
                 "see each other; use (None,)."
             )
+
+    @property
+    def output_width(self) -> int:
+        """The width of a text's vector."""
+        return self.dense[-1].outputs if self.dense else self.embed
 
 
 STRIDES = (8, 16, 32)

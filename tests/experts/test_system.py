@@ -139,7 +139,7 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
         with pytest.raises(InvalidInputError, match="an image must be uint8"):
             system.submit("c0", bad)
     with pytest.raises(InvalidInputError, match="1 to 12 integers"):
-        system.submit("e0", "a text that is too long")
+        system.submit("e0", list(range(1, 14)))
     with pytest.raises(InvalidInputError, match="half of a surrogate pair"):
         system.submit("e0", "\ud800")
     with pytest.raises(InvalidInputError, match="the value must be an array"):

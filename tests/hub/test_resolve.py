@@ -22,7 +22,7 @@ from jaxinfer.hub import HubError, repository, resolve
 from jaxinfer.models.files.verification import compare_tensors
 from tests.hub.server import COMMIT, files_of
 
-NAME = "org--tiny@0123456789ab.2"
+NAME = "org--tiny@0123456789ab.3"
 
 
 def _run(*arguments: object):
@@ -52,7 +52,7 @@ def test_fetches_what_is_needed_and_converts_once(hub, tiny, tmp_path):
 def test_a_new_commit_is_fetched_and_the_old_one_stays(hub, tmp_path):
     first = resolve("org/tiny")
     hub.commit = "f" * 40
-    assert resolve("org/tiny") == first.with_name("org--tiny@ffffffffffff.2")
+    assert resolve("org/tiny") == first.with_name("org--tiny@ffffffffffff.3")
     assert resolve(f"org/tiny@{COMMIT}") == first
     assert len(_folders(tmp_path)) == 2
 
@@ -209,7 +209,7 @@ def test_experts_are_fetched_where_the_file_says_so(hub, tiny, tmp_path):
     hub.repositories["org/resnet"] = files_of(tiny.parent / "vision" / "resnet_basic")
     (tmp_path / "system.toml").write_text(SYSTEM)
     system = OpenedSystem(SystemConfig.read("system.toml"))
-    assert system.experts["fetched"].opened.name == "org--resnet@0123456789ab.2"
+    assert system.experts["fetched"].opened.name == "org--resnet@0123456789ab.3"
     assert list(system.broken) == ["missing"]  # a path that is not there is not asked for
     assert hub.requests.count("org/resnet") == 1
     (tmp_path / "system.toml").write_text(SYSTEM.replace("hf://org/resnet", "hf://resnet"))

@@ -20,8 +20,7 @@ from safetensors.numpy import load_file, save_file
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.generation.text import Tokenizer, encode_prompt
-from jaxinfer.models import EncoderConfig, WeightFormat
-from jaxinfer.models.config import Pooling
+from jaxinfer.models import WeightFormat
 from jaxinfer.models.files import conversion
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.description import Description
@@ -193,19 +192,6 @@ def test_tokenizer_is_built_from_wordpieces(tmp_path, out):
     convert(hf, out)
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     assert tokenizer.encode("Hello worlds").tokens == ["[CLS]", "hello", "world", "##s", "[SEP]"]
-
-
-def test_encoders_pool_as_sentence_transformers_says(tmp_path, out):
-    hf = tmp_path / "hf"
-    shutil.copytree(GOLDENS / "bert_pooled", hf)
-    (hf / "1_Pooling").mkdir()
-    pooling = hf / "1_Pooling" / "config.json"
-    _edit(pooling, pooling_mode_max_tokens=True)
-    _refuses(hf, out, r"1_Pooling/config\.json: \['pooling_mode_max_tokens'\] is not implemented")
-    _edit(pooling, pooling_mode_max_tokens=False, pooling_mode_cls_token=True)
-    config = convert(hf, out).config
-    assert isinstance(config, EncoderConfig)
-    assert config.pooling is Pooling.CLS
 
 
 def test_without_tokenizer(hf, out):

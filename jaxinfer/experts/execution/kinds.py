@@ -12,6 +12,7 @@ import numpy as np
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
+from jaxinfer.models.files.description import SentenceConfig
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.vision.image_files import fitted, letterboxed
 
@@ -63,7 +64,7 @@ class EmbeddingVector(Judgement):
     """An encoder's answer; the verdict is "done".
 
     Attributes:
-      vector: float32 [D], of length 1.
+      vector: float32 [D], as `Embedder` gives it.
     """
 
     vector: np.ndarray
@@ -202,12 +203,19 @@ class TextEncoder:
       config: the model's config.
       tokens: maximum tokens of a text; None: the model's context.
       tokenizer: encodes texts; None: inputs must be token ids.
+      sentence: how it encodes them.
     """
 
     verdicts = (DONE,)
 
-    def __init__(self, config: EncoderConfig, tokens: int | None = None, tokenizer: Tokenizer | None = None):
-        self.config, self._tokenizer = config, tokenizer
+    def __init__(
+        self,
+        config: EncoderConfig,
+        tokens: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        sentence: SentenceConfig | None = None,
+    ):
+        self.config, self._tokenizer, self._sentence = config, tokenizer, sentence or SentenceConfig()
         self.shape = (min(tokens or config.context, config.context),)
         self.dtype = np.dtype(np.int32)
         vocabulary = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:8] if tokenizer else config.vocab
@@ -218,7 +226,11 @@ class TextEncoder:
             if self._tokenizer is None:
                 raise InvalidInputError("the expert has no tokenizer: give token ids instead of a text.")
             try:
-                payload = self._tokenizer.encode(payload)
+                payload = self._tokenizer.encode(
+                    self._sentence.prompt(None) + payload,
+                    max_tokens=self._sentence.max_seq_length or self.config.context,
+                    truncation_side=self._sentence.truncation_side,
+                )
             except ValueError as error:
                 raise InvalidInputError(str(error)) from error
         ids = _array(payload)
@@ -262,7 +274,8 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
         case YoloConfig():
             return Detector(config, size)
         case EncoderConfig():
-            return TextEncoder(config, tokens, Tokenizer.from_folder(opened.folder))
+            sentence = opened.description.sentence
+            return TextEncoder(config, tokens, Tokenizer.from_folder(opened.folder), sentence)
         case _:
             raise ConfigError(
                 f"{opened.folder}: a language model cannot be an expert yet; classifiers, detectors and encoders can."

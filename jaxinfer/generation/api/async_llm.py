@@ -122,13 +122,27 @@ class AsyncLLM(EngineHolder):
             lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), sampling_params, request_id)
         )
 
-    async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Embed texts like `LLM.embed` or `Embedder.embed`: vectors of length 1, float32 [texts, D].
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | None = None,
+        prompt: str | None = None,
+        truncate: bool = True,
+    ) -> np.ndarray:
+        """Embed texts as `Embedder.embed` does: float32 [texts, D].
+
+        Args:
+          texts: one or several texts or lists of token ids.
+          adapter: as in `Embedder.embed`.
+          prompt: as in `Embedder.embed`.
+          truncate: as in `Embedder.embed`.
 
         Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
         width = self.model.transformer.output_width
-        requests = await asyncio.to_thread(pooling_requests, self.engine, as_list(texts), adapter)
+        options = {"adapter": adapter, "prompt": prompt, "truncate": truncate}
+        requests = await asyncio.to_thread(pooling_requests, self.engine, as_list(texts), **options)
         reader = Reader()
         pending = [RequestTicket(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []

@@ -20,6 +20,7 @@ from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.lanes import LaneScheduler
 from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import DevicePrograms
@@ -100,14 +101,17 @@ def build_engine(
         scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
         buckets = sliced_buckets(buckets, plan.max_chunks)
         executor = _decoder_executor(model, config, buckets, plan, costs, processors, clock)
+    encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
-        vocab=model.transformer.vocab,
+        vocab=transformer.vocab,
         eos_ids=model.eos_ids,
         context=config.context,
         tokenizer=tokenizer,
-        generates=not isinstance(model.config, EncoderConfig),
+        generates=not encodes,
         logits_processors=tuple(processors),
         adapters=adapters,
+        sentence=model.description.sentence,
+        pooler=None if encodes else Pooler(transformer.pooling, transformer.normalize),
     )
     return Engine(config, inputs, scheduler, executor, clock=clock)
 

@@ -23,7 +23,8 @@ from jaxinfer.sharding import ShardingRules
 
 @refuses(MODEL)
 class Embedder(EngineHolder):
-    """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
+    """A model, ready to embed texts: an encoder or a decoder, with the pooling that its files name, else by the mean of
+    its hidden vectors.
 
     Or a vision transformer, ready to embed images: by the vector that its head of classes takes, in a backbone without
     one the class token after the last norm, or SigLIP's pooling.
@@ -74,23 +75,36 @@ class Embedder(EngineHolder):
         super().__init__(loaded)
 
     def embed(
-        self, inputs: Prompt | AnyImage | Sequence[Prompt] | Sequence[AnyImage], *, adapter: str | None = None
+        self,
+        inputs: Prompt | AnyImage | Sequence[Prompt] | Sequence[AnyImage],
+        *,
+        adapter: str | None = None,
+        prompt: str | None = None,
+        truncate: bool = True,
     ) -> np.ndarray:
-        """Embed one or several texts or images: vectors of length 1, float32 [inputs, D].
+        """Embed one or several texts or images: float32 [inputs, D].
+
+        Vectors have length 1, unless the model's `modules.json` has no Normalize.
 
         Args:
           inputs: texts or token ids; for a vision transformer images: uint8 [H, W, 3] (RGB) of any size, images of
             Pillow, or files. They are resized and cropped as the model says, which needs the extra `images`.
           adapter: a LoRA adapter; for texts alone.
+          prompt: the name of one of the model's prompts, such as "query", or a text, to put before each text; None: the
+            model's default prompt if it has one; "": nothing. For texts alone.
+          truncate: whether texts of more tokens than the model takes are cut; False: they are refused. Token ids are
+            never cut.
 
         Raises ValueError for an invalid text, naming it, before anything runs; for an invalid image when it is reached.
         """
         with self._call():
             if not isinstance(engine := self._loaded.engine, ImageEngine):
                 size = self.model.transformer.output_width
-                return embed(engine, cast("Prompt | Sequence[Prompt]", inputs), size=size, adapter=adapter)
-            if adapter is not None:
-                raise ValueError(f"adapter={adapter!r} is not supported for an image model; leave it out.")
+                texts = cast("Prompt | Sequence[Prompt]", inputs)
+                return embed(engine, texts, size=size, adapter=adapter, prompt=prompt, truncate=truncate)
+            for name, given in (("adapter", adapter), ("prompt", prompt)):
+                if given is not None:
+                    raise ValueError(f"{name}={given!r} is not supported for an image model; leave it out.")
             return engine.embed(_images(inputs))
 
 

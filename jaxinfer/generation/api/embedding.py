@@ -1,6 +1,7 @@
 """Vectors of texts, through any engine."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -10,12 +11,22 @@ from jaxinfer.generation.params import PoolingParams
 from jaxinfer.generation.text import Prompt, as_list
 
 
-def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
-    """Compute the vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
+class EmbedOptions(TypedDict, total=False):
+    """Options of `embed`, as in `PoolingParams`."""
+
+    adapter: str | None
+    prompt: str | None
+    truncate: bool
+
+
+def embed(
+    engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, **options: Unpack[EmbedOptions]
+) -> np.ndarray:
+    """Compute the vectors of one or several texts, or token ids: float32 [texts, size].
 
     Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
     """
-    groups = [request.sequences() for request in pooling_requests(engine, as_list(texts), adapter)]
+    groups = [request.sequences() for request in pooling_requests(engine, as_list(texts), **options)]
     for _ in engine.run(groups):
         pass
     for index, (sequence,) in enumerate(groups):
@@ -24,9 +35,9 @@ def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapte
     return np.array([sequence.embedding for (sequence,) in groups], np.float32).reshape(-1, size)
 
 
-def pooling_requests(engine: Engine, texts: Iterable[Prompt], adapter: str | None) -> list[Request]:
+def pooling_requests(engine: Engine, texts: Iterable[Prompt], **options: Unpack[EmbedOptions]) -> list[Request]:
     """Make a request for the vector of each text. Raises ValueError for an invalid one, naming it."""
-    params, requests = PoolingParams(adapter=adapter), []
+    params, requests = PoolingParams(**options), []
     for index, text in enumerate(texts):
         try:
             requests.append(engine.prepare(text, params))

@@ -159,13 +159,33 @@ class LLM(EngineHolder):
         with self._call():
             return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
-    def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Embed texts: the mean of the last hidden vectors, normalised to length 1. float32 [texts, D].
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | None = None,
+        prompt: str | None = None,
+        truncate: bool = True,
+    ) -> np.ndarray:
+        """Embed texts as `Embedder.embed` does: float32 [texts, D].
+
+        Args:
+          texts: one or several texts or lists of token ids.
+          adapter: as in `Embedder.embed`.
+          prompt: as in `Embedder.embed`.
+          truncate: as in `Embedder.embed`.
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
         with self._call():
-            return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)
+            return embed(
+                self.engine,
+                texts,
+                size=self.model.transformer.output_width,
+                adapter=adapter,
+                prompt=prompt,
+                truncate=truncate,
+            )
 
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]

@@ -37,6 +37,7 @@ from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.hub import resolve
 from jaxinfer.models import DecoderConfig, ViTConfig
+from jaxinfer.models.config import Pooling
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.files.description import Description, require_transformer
 from jaxinfer.models.files.loading import LoadedModel, open_model
@@ -175,6 +176,11 @@ def load_encoder(
     mesh, rules = build_mesh(mesh, rules)
     _begin_kernels(engine_options)
     opened = open_model(folder, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
+    if config.level and opened.transformer.pooling is Pooling.LAST:
+        raise ValueError(
+            f"Embedder.level={config.level} is not supported for a model that takes the last token's vector, which may "
+            "be merged into another; leave it out."
+        )
     costs = open_costs(opened, config)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config, placement = place_model(

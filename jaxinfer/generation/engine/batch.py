@@ -173,7 +173,7 @@ class SequenceOutput(NamedTuple):
       token_ids: new tokens, in order.
       logprobs: one entry per new token, if asked for.
       prompt_logprobs: (position, entry) of the prompt tokens after those of a chunk, if asked for.
-      embedding: float32 [D], the sum of a chunk's hidden vectors, for a pooling request.
+      embedding: float32 [D], a chunk's vector, for a pooling request (`Pooler`).
       num_draft_tokens: tokens proposed by speculation.
       num_accepted_tokens: proposed tokens that were right.
       expert_load: where its tokens went in a mixture of experts, if the engine counts them.

@@ -10,6 +10,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.engine.request import Request, special_stops
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
@@ -17,6 +18,7 @@ from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, 
 from jaxinfer.generation.sampling.bitmasks import bitmask_of
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
+from jaxinfer.models.files.description import SentenceConfig
 
 _RequestId = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 
@@ -32,6 +34,8 @@ class InputProcessor:
       generates: whether the model can generate, or only embed.
       logits_processors: the names that requests can give.
       adapters: the adapters that requests can name, or None.
+      sentence: how texts to embed become tokens; None: the model's directory does not say.
+      pooler: as in `Request`.
     """
 
     def __init__(
@@ -44,7 +48,10 @@ class InputProcessor:
         generates: bool,
         logits_processors: Collection[str] = (),
         adapters: AdapterCache | None = None,
+        sentence: SentenceConfig | None = None,
+        pooler: Pooler | None = None,
     ):
+        self._sentence, self._pooler = sentence, pooler
         self.tokenizer, self.adapters = tokenizer, adapters
         self._vocab, self._eos_ids, self._context, self._generates = vocab, eos_ids, context, generates
         self._logits_processors = logits_processors
@@ -64,7 +71,10 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams | PoolingParams):
             raise ValueError(f"sampling_params must be SamplingParams or PoolingParams, got {shown(params)}.")
-        token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
+        if isinstance(params, PoolingParams):
+            token_ids = self._encode_to_embed(prompt, params)
+        else:
+            token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
         if not token_ids:
             raise ValueError("The prompt is empty: give at least one token.")
         self._check_adapter(params)
@@ -75,7 +85,7 @@ class InputProcessor:
             "prompt_token_ids": tuple(token_ids),
         }
         if isinstance(params, PoolingParams):
-            return Request(**common, params=params, max_length=len(token_ids))
+            return Request(**common, params=params, max_length=len(token_ids), pooler=self._pooler)
         if not self._generates:
             raise ValueError("This model is an encoder, which can only embed.")
         self._check_sampling(params)
@@ -92,6 +102,29 @@ class InputProcessor:
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
         )
+
+    def _encode_to_embed(self, text: Prompt, params: PoolingParams) -> list[int]:
+        """Encode a text after its prompt, cut to what the model takes; token ids stay as they are."""
+        if self._sentence is None:
+            raise ValueError(
+                "An older version of jaxinfer converted this model, without how it embeds; convert the model again."
+            )
+        if not isinstance(text, str):
+            if params.prompt is not None:
+                raise ValueError(f"PoolingParams.prompt={shown(params.prompt)} needs a text; got token ids.")
+            return encode_prompt(self.tokenizer, text, self._vocab)
+        longest = min(self._sentence.max_seq_length or self._context, self._context)
+        text = self._sentence.prompt(params.prompt) + text
+        if params.truncate:
+            side = self._sentence.truncation_side
+            return encode_prompt(self.tokenizer, text, self._vocab, max_tokens=longest, truncation_side=side)
+        token_ids = encode_prompt(self.tokenizer, text, self._vocab)
+        if len(token_ids) > longest:
+            raise ValueError(
+                f"The text has {len(token_ids)} tokens and the model takes {longest}; shorten it, or leave "
+                "truncate=False out, which cuts it."
+            )
+        return token_ids
 
     def check_own(self, request: Request) -> None:
         """Raise ValueError for a request that another engine has prepared."""

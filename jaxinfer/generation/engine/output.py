@@ -167,12 +167,12 @@ def _add_text(sequence: Sequence, text: str) -> str | None:
     return stop
 
 
-def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> None:
-    """Add the sum of a chunk's hidden vectors; after the last, end with their mean, normalised to length 1."""
-    if chunk.start and sequence.embedding is not None:
-        total = sequence.embedding + total
-    sequence.embedding = total
+def _pool(sequence: Sequence, vector: np.ndarray, chunk: Chunk, now: float) -> None:
+    """Join a chunk's vector with those before it; the last one ends the sequence."""
+    if pooler := sequence.request.pooler:
+        vector = pooler.join(sequence.embedding if chunk.start else None, vector)
+        if chunk.last:
+            vector = pooler.finish(vector, sequence.num_prompt_tokens)
+    sequence.embedding = vector
     if chunk.last:
-        mean = total / sequence.num_prompt_tokens
-        sequence.embedding = mean / max(float(np.linalg.norm(mean)), 1e-12)
         sequence.last_token_time, sequence.finish_reason = now, FinishReason.STOP

@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 
+from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason, TokenLogprob
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarMatcher
@@ -36,6 +37,7 @@ class Request:
       seed: the seed of the first completion.
       matcher: the matcher of the structured output, at its beginning; or None.
       tokenizer: turns tokens into text; None without.
+      pooler: joins the vectors of a prompt's chunks; None: the first is the prompt's, as an encoder's.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class Request:
     seed: int = 0
     matcher: GrammarMatcher | None = None
     tokenizer: Tokenizer | None = None
+    pooler: Pooler | None = None
     prepared_by: object = None
 
     @property
@@ -90,7 +93,7 @@ class Sequence:
       logprobs: log probabilities of the output tokens, if asked for.
       cumulative_logprob: their sum.
       prompt_logprobs: log probabilities of the prompt tokens that have been computed, if asked for.
-      embedding: float32 [D], the prompt's vector of a pooling request; while it runs, the sum so far.
+      embedding: float32 [D], the prompt's vector of a pooling request; while it runs, that of the chunks so far.
       num_cached_tokens: prompt tokens that were in the cache when it was first admitted; None before.
       num_draft_tokens: tokens proposed by speculation.
       num_accepted_tokens: proposed tokens that were right.

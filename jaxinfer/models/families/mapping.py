@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.models.config import AttentionConfig, ModelConfig
+from jaxinfer.models.config import AttentionConfig, EncoderConfig, ModelConfig
 
 Shape = tuple[int, ...]
 _LISTED = 12
@@ -92,6 +92,7 @@ def plan(
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
     sources = _in_its_layout(family.sources(config), {family.plain_name(name) for name in available})
+    sources |= _dense(config) if isinstance(config, EncoderConfig) else {}
     needed = {name: shape for s in sources.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     actual: dict[str, str] = {}  # plain name -> the checkpoint's
     unexpected = []
@@ -123,6 +124,17 @@ def plan(
         leaf: dataclasses.replace(source, names=tuple(actual[name] for name in source.names))
         for leaf, source in sources.items()
     }
+
+
+def _dense(config: EncoderConfig) -> dict[str, Source]:
+    """The sources of the layers behind an encoder's pooling, whose tensors have the names of the leaves."""
+    sources: dict[str, Source] = {}
+    inputs = config.embed
+    for i, dense in enumerate(config.dense):
+        name = f"dense.{i}.linear"
+        sources |= linear(name, (name,), (dense.outputs,), inputs, bias=dense.bias)
+        inputs = dense.outputs
+    return sources
 
 
 def _in_its_layout(sources: dict[str, Source], names: set[str]) -> dict[str, Source]:

@@ -19,14 +19,13 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
-from jaxinfer.checkpoints.huggingface import SafetensorsFolder, TensorInfo, read_json
+from jaxinfer.checkpoints.huggingface import SINGLE, SafetensorsFolder, TensorInfo, read_json, read_json_list
 from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.models.config import (
     DecoderConfig,
     EncoderConfig,
     ModelConfig,
-    Pooling,
     ResNetConfig,
     VisionConfig,
     ViTConfig,
@@ -45,7 +44,16 @@ from jaxinfer.models.families import (
     yolov5,
 )
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
-from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
+from jaxinfer.models.families.sentence_transformers import (
+    MODULE_CONFIG,
+    MODULES,
+    PROMPTS,
+    TRANSFORMER,
+    SentenceModules,
+    sentence_modules,
+)
+from jaxinfer.models.files.description import CONFIG, Description, SentenceConfig, parse_dtype, parse_quantization
+from jaxinfer.models.files.tokenizer_config import TOKENIZER_CONFIG
 from jaxinfer.models.files.tokenizer_files import (
     CHAT_TEMPLATES,
     OLDER,
@@ -61,7 +69,7 @@ from jaxinfer.progress import ProgressOption, long_work, showing
 
 log = logging.getLogger(__name__)
 
-GENERATION, POOLING, LABELS = "generation_config.json", f"1_Pooling/{CONFIG}", "labels.txt"
+GENERATION, LABELS = "generation_config.json", "labels.txt"
 SOURCE = "source.json"
 """In a model directory that was converted from a repository of the hub: which, and which commit of it."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -80,7 +88,7 @@ class HuggingFaceModel:
       model_type: its family.
       config: the model.
       dtype: of most of its matrices, to be stored in.
-      fields: of `config.json` (and its `text_config`), overridden by those of `generation_config.json`.
+      sentence: how it embeds texts, as sentence-transformers' files say.
       left_out: the tensors of parts that are not implemented, such as what sees images.
     """
 
@@ -101,6 +109,10 @@ class HuggingFaceModel:
             fields = read_json(self.path / CONFIG)
         try:
             family, config = self._describe(fields)
+            self.sentence = sentence_files(self.path, config)
+            if isinstance(self._tensors, SafetensorsFolder):
+                for i, (module, _) in enumerate(self.sentence.dense):
+                    self._tensors.add(f"dense.{i}.", module)
             self._plan = plan(family, config, self._tensors.shapes, described_by="metadata" if gguf else CONFIG)
             self.config: ModelConfig = _with_labels(self.path, self._with_anchors(config, family))
         except ValueError as error:
@@ -167,7 +179,21 @@ class HuggingFaceModel:
 
     @functools.cached_property
     def _tokenizer(self) -> FolderTokenizer:
-        return FolderTokenizer(self.path, self.model_type)
+        return FolderTokenizer(self.path, self.model_type, lowercase=self.sentence.lowercase)
+
+    @property
+    def texts(self) -> SentenceConfig:
+        """How texts to embed become tokens: as sentence-transformers' files say, else as the tokenizer's."""
+        tokenizer = read_json(self.path / TOKENIZER_CONFIG) if self.path.is_dir() else {}
+        cut, side = tokenizer.get("model_max_length"), tokenizer.get("truncation_side")
+        length = self.sentence.max_seq_length or (int(cut) if isinstance(cut, int | float) else None)
+        context = None if isinstance(self.config, VisionConfig) else self.config.context
+        return SentenceConfig(
+            max_seq_length=length if length and context and 0 < length < context else None,
+            truncation_side="left" if side == "left" else "right",
+            prompts=dict(self.sentence.prompts),
+            default_prompt=self.sentence.default_prompt,
+        )
 
     def token_ids(self, role: str) -> tuple[int, ...]:
         """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
@@ -207,12 +233,20 @@ def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
 
 def beside_weights(names: Collection[str]) -> list[str]:
     """Return those files of a Hugging Face directory that are read beside its weights."""
-    read = {CONFIG, GENERATION, PREPROCESSOR, POOLING, LABELS, *READ}
+    read = {CONFIG, GENERATION, PREPROCESSOR, LABELS, MODULES, PROMPTS, *TRANSFORMER, *READ}
     if TOKENIZER not in names:
         read |= set(OLDER)
-    return [
-        name for name in names if name in read or (name.startswith(f"{CHAT_TEMPLATES}/") and name.endswith(".jinja"))
-    ]
+    inside = rf"{CHAT_TEMPLATES}/.*\.jinja|{MODULE_CONFIG}"
+    return [name for name in names if name in read or re.fullmatch(inside, name)]
+
+
+def dense_weights(path: pathlib.Path) -> list[str]:
+    """Return the files with the weights behind a sentence encoder's pooling, by the other files of its directory."""
+    fields = read_json(path / CONFIG)
+    if not fields or is_timm(fields):
+        return []
+    _, config = describe_fields(path, fields)
+    return [f"{folder}/{SINGLE}" for folder, _ in sentence_files(path, config).dense]
 
 
 def check_description(path: pathlib.Path) -> None:
@@ -229,6 +263,16 @@ def check_description(path: pathlib.Path) -> None:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(config, VisionConfig):
         tokenizer_files(path, fields.get("model_type", family.model_types[0]), config.vocab)
+
+
+def sentence_files(path: pathlib.Path, config: ModelConfig) -> SentenceModules:
+    """Read the files of sentence-transformers beside a model. Raises ValueError for what is not implemented."""
+    if isinstance(config, VisionConfig) or not path.is_dir():
+        return SentenceModules()
+    read = sentence_modules(read_json_list(path / MODULES), lambda name: read_json(path / name), config.embed)
+    if read.dense and not isinstance(config, EncoderConfig):
+        raise ValueError(f"{MODULES}: Dense is not implemented behind a decoder; choose another checkpoint.")
+    return read
 
 
 def convert(
@@ -271,6 +315,7 @@ def convert(
         quantization=parse_quantization(quantize),
         bos_id=next(iter(model.token_ids("bos_token_id")), None),
         eos_ids=model.token_ids("eos_token_id"),
+        sentence=model.texts,
     )
     files = model.tokenizer_files()
     leaves = canonical_leaves(model.config, description.stored)
@@ -350,15 +395,14 @@ def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family,
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """Return the config with the pooling of an encoder from sentence-transformers' file, if there is one."""
-    fields = read_json(path / POOLING)
-    modes = {name for name, on in fields.items() if name.startswith("pooling_mode_") and on is True}
-    if not isinstance(config, EncoderConfig) or not modes:
+    """Return the config with the way from token vectors to a text's that sentence-transformers' files say."""
+    if isinstance(config, VisionConfig):
         return config
-    known = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_cls_token": Pooling.CLS}
-    if len(modes) > 1 or not modes <= known.keys():
-        raise ValueError(f"{POOLING}: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
-    return dataclasses.replace(config, pooling=known[modes.pop()])
+    sentence = sentence_files(path, config)
+    pooled = dataclasses.replace(config, pooling=sentence.pooling or config.pooling, normalize=sentence.normalize)
+    if not isinstance(pooled, EncoderConfig):
+        return pooled
+    return dataclasses.replace(pooled, dense=tuple(dense for _, dense in sentence.dense))
 
 
 def _with_preprocessor(path: pathlib.Path, config: ModelConfig, family: Family) -> ModelConfig:

@@ -38,6 +38,28 @@ KINDS: dict[Kind, type[ModelConfig]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentenceConfig:
+    """How texts to embed become tokens, as sentence-transformers' files say.
+
+    Attributes:
+      max_seq_length: the number of tokens that longer texts are cut to; None: the model's context.
+      truncation_side: the end of the text that is cut.
+      prompts: texts that are put before a text, by name.
+      default_prompt: the name of the prompt of texts that come without one.
+    """
+
+    max_seq_length: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    prompts: dict[str, str] = dataclasses.field(default_factory=dict)
+    default_prompt: str | None = None
+
+    def prompt(self, given: str | None) -> str:
+        """Return the text to put before a text: for a prompt's name its text, for None that of the default."""
+        name = self.default_prompt if given is None else given
+        return "" if name is None else self.prompts.get(name, name)
+
+
 class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`config.json` as it is written."""
 
@@ -47,6 +69,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     quantization: QuantizedFormat | None
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    sentence: SentenceConfig | None = None
     config: dict[str, Any]
 
 
@@ -60,6 +83,7 @@ class Description:
       quantization: "int8", "int4" or "fp8" if the matrices are stored quantised.
       bos_id: the token that begins a text.
       eos_ids: the tokens that end one.
+      sentence: how texts to embed become tokens; None: an older version of jaxinfer wrote the directory without it.
     """
 
     family: str
@@ -68,6 +92,7 @@ class Description:
     quantization: QuantizedFormat | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    sentence: SentenceConfig | None = dataclasses.field(default_factory=SentenceConfig)
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -101,6 +126,8 @@ class Description:
             config = msgspec.convert(fields, KINDS[file_fields.kind])
             if unknown := sorted(_unknown_fields(fields, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
+            if isinstance(config, EncoderConfig) and file_fields.sentence is None:
+                raise ValueError("no field sentence, which says how texts become vectors")
         except ValueError as error:
             raise CheckpointError(
                 f"{file}: {error}; convert the model again, or use the version of jaxinfer that wrote it."
@@ -112,6 +139,7 @@ class Description:
             quantization=file_fields.quantization,
             bos_id=file_fields.bos_id,
             eos_ids=file_fields.eos_ids,
+            sentence=file_fields.sentence,
         )
 
 

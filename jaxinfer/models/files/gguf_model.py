@@ -44,7 +44,7 @@ class GgufModel:
             raise CheckpointError(f"{file.path}: {error}") from error
         self._names, self._architecture = names, architecture
         self.tensors = {
-            theirs: TensorInfo(file.path, shapes[name], _stored_dtype(file.tensors[name].type.name))
+            theirs: TensorInfo(file.path, name, shapes[name], _stored_dtype(file.tensors[name].type.name))
             for theirs, name in names.items()
         }
 

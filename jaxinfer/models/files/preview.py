@@ -1,6 +1,8 @@
 """A checkpoint before it is converted: the model that it would become, by `config.json` or a GGUF header alone."""
 
 import dataclasses
+import re
+from collections.abc import Collection
 from pathlib import Path
 
 from jaxinfer.checkpoints import CheckpointError
@@ -10,12 +12,18 @@ from jaxinfer.models.config import VisionConfig
 from jaxinfer.models.families import is_timm
 from jaxinfer.models.families.fields import surveyed
 from jaxinfer.models.families.image_processors import PREPROCESSOR
-from jaxinfer.models.files.conversion import GENERATION, POOLING, HuggingFaceModel, describe_fields
+from jaxinfer.models.families.sentence_transformers import MODULE_CONFIG, MODULES, PROMPTS, TRANSFORMER
+from jaxinfer.models.files.conversion import GENERATION, HuggingFaceModel, describe_fields
 from jaxinfer.models.files.description import CONFIG, DTYPES, Description
+from jaxinfer.models.files.tokenizer_config import TOKENIZER_CONFIG
 from jaxinfer.models.files.tokenizer_files import tokenizer_files
 
-BESIDE_CONFIG = (GENERATION, POOLING, PREPROCESSOR, "tokenizer_config.json")
-"""Small files beside `config.json` that say more of a model."""
+_BESIDE_CONFIG = (CONFIG, GENERATION, PREPROCESSOR, MODULES, PROMPTS, *TRANSFORMER, TOKENIZER_CONFIG)
+
+
+def described_by(names: Collection[str]) -> list[str]:
+    """Return `config.json` and the small files that say more of a model, of those that a repository has."""
+    return [name for name in names if name in _BESIDE_CONFIG or re.fullmatch(MODULE_CONFIG, name)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.models.config import EncoderConfig, Pooling
+from jaxinfer.models.config import DenseActivation, DenseConfig, EncoderConfig, Pooling
 from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
 from jaxinfer.models.layers.layer import TransformerLayer
-from jaxinfer.models.layers.linear import Embedding
+from jaxinfer.models.layers.linear import Embedding, Linear
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
+
+_ACTIVATIONS = {
+    None: lambda x: x,
+    DenseActivation.TANH: jnp.tanh,
+    DenseActivation.GELU: lambda x: jax.nn.gelu(x, approximate=False),
+    DenseActivation.RELU: jax.nn.relu,
+    DenseActivation.SILU: jax.nn.silu,
+}
+
+
+class Dense(nnx.Module):
+    """act(x W^T + b), [B, K] -> [B, N], in float32: a layer behind the pooling."""
+
+    def __init__(self, inputs: int, cfg: DenseConfig, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        weights = WeightFormat(dtype=jnp.dtype(jnp.float32))  # one row per text: nothing to save
+        self.linear = Linear(inputs, cfg.outputs, weights, axes=("embed", "embed"), bias=cfg.bias, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _ACTIVATIONS[self.cfg.activation](self.linear(x))
 
 
 class Encoder(nnx.Module):
@@ -31,6 +51,8 @@ class Encoder(nnx.Module):
         self.layers = nnx.List(
             [TransformerLayer(cfg, weights, layer=i, causal=False, rngs=rngs) for i in range(cfg.layers)]
         )
+        widths = (cfg.embed, *(dense.outputs for dense in cfg.dense))
+        self.dense = nnx.List([Dense(*parts, rngs=rngs) for parts in zip(widths, cfg.dense, strict=False)])
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """Run `enter` and all layers: hidden vectors [B, T, D].
@@ -62,7 +84,7 @@ class Encoder(nnx.Module):
     def vectors(
         self, tokens: jax.Array, positions: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION
     ) -> jax.Array:
-        """Encode each row as one float32 vector of length 1: [B, D].
+        """Encode each row as one float32 vector, of length 1 if the model normalises: [B, D].
 
         Args:
           tokens: int32 [B, T].
@@ -78,11 +100,11 @@ class Encoder(nnx.Module):
         return self.pool(x, sizes)
 
     def pool(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Pool each row's vectors into one of length 1: [B, T, D] -> float32 [B, D].
+        """Make one vector of each row's: pool, run the dense layers, normalise. [B, T, K] -> float32 [B, D].
 
         Args:
-          hidden: [B, T, D].
-          sizes: [B, T], how many tokens of the text each vector stands for; 0 for padding.
+          hidden: [B, T, K].
+          sizes: [B, T], how many tokens of the text each vector stands for; 0 for padding, which comes last.
         """
         hidden = hidden.astype(jnp.float32)
         match self.cfg.pooling:
@@ -91,4 +113,13 @@ class Encoder(nnx.Module):
             case Pooling.MEAN:
                 weights = sizes.astype(jnp.float32)[..., None]
                 pooled = jnp.sum(hidden * weights, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
+            case Pooling.MAX:
+                pooled = jnp.max(jnp.where(sizes[..., None] > 0, hidden, jnp.finfo(jnp.float32).min), axis=1)
+            case Pooling.LAST:
+                last = jnp.maximum(jnp.sum(sizes > 0, axis=1) - 1, 0)
+                pooled = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        for dense in self.dense:
+            pooled = dense(pooled)
+        if not self.cfg.normalize:
+            return pooled
         return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)

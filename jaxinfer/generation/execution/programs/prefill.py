@@ -30,6 +30,7 @@ from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logp
 from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, sample
 from jaxinfer.generation.sampling.vocabulary import greedy
 from jaxinfer.models import LayerAdapters, TokenRows
+from jaxinfer.models.config import Pooling
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder
@@ -56,7 +57,7 @@ class Chunks(NamedTuple):
       start: int32 [M], the position of the first token.
       num_tokens: int32 [M], how many of its tokens are real.
       chooses: bool [M], whether a token is chosen after it: it ends the known tokens of its request.
-      pooling: bool [M], whether the request wants the sum of its hidden vectors.
+      pooling: bool [M], whether the request wants its hidden vectors pooled.
       page_table: int32 [M, P].
     """
 
@@ -76,7 +77,7 @@ class PrefillOutput(NamedTuple):
       produced: bool [M + B], whether the token counts.
       logprobs: [M + B].
       prompt_logprobs: [M, T], of the token after each token of a chunk.
-      pooled: float32 [M, D], sums of a chunk's hidden vectors, for chunks whose request wants them.
+      pooled: float32 [M, D], a chunk's hidden vectors pooled (a mean is a sum yet), for requests that want them.
       experts: of M + B rows, the experts of their tokens; None unless the engine counts them.
     """
 
@@ -174,7 +175,8 @@ def next_tokens(
     logits = model.logits(jnp.concatenate(ends))  # [M + B, V]
     tokens, logprobs = _choose(logits, slots.history, slot, length, options, bitmask, processors, vocab=model.cfg.vocab)
     prompt_logprobs = _prompt_logprobs(model, hidden[0], slots.history, chunks, options)
-    return PrefillOutput(tokens, produced, logprobs, prompt_logprobs, _pooled(hidden[0], chunks))
+    pooled = _pooled(hidden[0], chunks, model.cfg.pooling)
+    return PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
 
 
 def append_next(slots: Slots, chunks: Chunks, rows: Rows, output: PrefillOutput) -> Slots:
@@ -193,14 +195,24 @@ def _ends(slots: Slots, chunks: Chunks, rows: Rows) -> tuple[jax.Array, jax.Arra
     return slot, length, jnp.concatenate([chunks.chooses, decoding.active])
 
 
-def _pooled(hidden: jax.Array, chunks: Chunks) -> jax.Array:
-    """Sum the chunks' hidden vectors [M, T, W], where a request wants them: float32 [M, W]."""
+def _pooled(hidden: jax.Array, chunks: Chunks, pooling: Pooling) -> jax.Array:
+    """Pool the chunks' hidden vectors [M, T, W], where a request wants it: float32 [M, W]. A mean is a sum yet."""
     real = (_positions(chunks, hidden.shape[1]) >= 0)[..., None]
-    return lax.cond(
-        jnp.any(chunks.pooling),
-        lambda: jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1),
-        lambda: jnp.zeros((len(hidden), hidden.shape[2]), jnp.float32),
-    )
+
+    def pool() -> jax.Array:
+        match pooling:
+            case Pooling.MEAN:
+                return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1)
+            case Pooling.MAX:
+                return jnp.max(jnp.where(real, hidden.astype(jnp.float32), jnp.finfo(jnp.float32).min), axis=1)
+            case Pooling.CLS:
+                return hidden[:, 0].astype(jnp.float32)
+            case Pooling.LAST:
+                last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
+                return jnp.take_along_axis(hidden, last, axis=1)[:, 0].astype(jnp.float32)
+
+    nothing = jnp.zeros((len(hidden), hidden.shape[2]), jnp.float32)
+    return lax.cond(jnp.any(chunks.pooling), pool, lambda: nothing)
 
 
 def _choose(
