@@ -34,9 +34,10 @@ def cache(
         bool, typer.Option("--clear", help="Delete everything that is shown, and print the space freed.")
     ] = False,
 ) -> None:
-    """Show the files kept on disk between starts, with their location and size.
+    """Show or delete the files kept between starts.
 
-    They can be deleted at any time. --clear keeps layer files that a process is using.
+    It prints their location and size. They can be deleted at any time. --clear keeps layer files that a process is
+    using.
     """
     if directory is not None:
         return _layer_files(directory, clear)

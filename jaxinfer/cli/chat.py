@@ -67,10 +67,11 @@ def chat(
     layer_files: LayerFilesOption = None,
     adapter: AdapterOption = None,
 ) -> None:
-    """Chat with a model. Each line is a turn; commands begin with a slash (/help lists them).
+    """Chat with a model in the terminal.
 
-    Ctrl-C during an answer stops it and keeps the text so far. Ctrl-C or Ctrl-D at the prompt exits. Without a
-    terminal, each line of standard input is a turn, answers go to standard output, and the first error exits.
+    Each line is a turn; commands begin with a slash (/help lists them). Ctrl-C during an answer stops it and keeps the
+    text so far. Ctrl-C or Ctrl-D at the prompt exits. Without a terminal, each line of standard input is a turn,
+    answers go to standard output, and the first error exits.
     """
     with long_work(f"loading {model}"):
         from jaxinfer.cli.conversation import Conversation

@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from jaxinfer.generation.text import Prompt
     from jaxinfer.sharding import MeshFile
 
-ModelArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="Model directory, Hugging Face directory, GGUF file, or hub repository (ORG/NAME).",
-        show_default=False,
-    ),
-]
+MODEL_HELP = "Model directory, Hugging Face directory, GGUF file, or hub name such as ORG/NAME."
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 PromptsFileOption = Annotated[
     Path | None,
     typer.Option(help="File with one prompt per line; .jsonl: one object per line with `prompt` or `token_ids`."),
@@ -155,7 +149,7 @@ def note(text: str) -> None:
 
 def compile_for(llm: "LLM", request: "Request") -> None:
     """Compile what a request needs, before anything is printed that its line of progress would break."""
-    llm.engine.executor.compile_ahead(request.sequences())
+    llm.engine.compile_for(request.sequences())
 
 
 def length_note(output: "RequestOutput", params: "SamplingParams", context: int) -> str:

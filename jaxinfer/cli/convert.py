@@ -57,7 +57,7 @@ def convert(
     mesh: MeshOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint, a GGUF file or an image model's state dict to a model directory.
+    """Convert a checkpoint to a model directory.
 
     A state dict NAME.safetensors takes the names of its classes, one a line, from NAME.labels.txt next to it, or from
     labels.txt. preprocessor_config.json in the same folder says how it resizes images.

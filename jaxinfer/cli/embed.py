@@ -76,9 +76,10 @@ def embed(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Compute vectors of texts or images, and print them as one line of JSON each.
+    """Compute vectors of texts or images.
 
-    --output writes them to a file instead, and --similarity prints how similar they are.
+    It prints them as one line of JSON each. --output writes them to a file instead, and --similarity prints how similar
+    they are.
     """
     if image and (texts or prompts_file or token_ids):
         raise ValueError("--image: a model takes either images or texts; leave out the texts.")

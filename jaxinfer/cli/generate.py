@@ -98,7 +98,7 @@ def generate(
     choice: Annotated[list[str] | None, typer.Option(help="A permitted text; repeat for each choice.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per request, one per line.")] = False,
 ) -> None:
-    """Continue prompts, and stream the text as it is generated.
+    """Continue prompts, and stream the text.
 
     With --json, a request that cannot run prints a line with its `error`. The other requests run, and the exit status
     is 1.

@@ -4,12 +4,11 @@ import collections
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
 from jaxinfer.cli.display import show, table
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ TEMPORARIES = 5
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.", show_default=False)],
+    model: ModelArgument,
     target: Annotated[str, typer.Option(help="GPU to compile for.")] = "h200",
     batch: Annotated[int, typer.Option(min=1, help="Number of requests in the batch.")] = 1,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
@@ -42,7 +41,9 @@ def inspect(
         bool, typer.Option("--registers", help="Also show registers, spills and SASS; takes some seconds more.")
     ] = False,
 ) -> None:
-    """Compile a model's decode loop for a GPU, without one, and show kernels, collectives, CUDA graphs and memory.
+    """Show a model's GPU program, without a GPU.
+
+    It compiles the decode loop, and shows its kernels, collectives, CUDA graphs and memory.
 
     It reads config.json only and times nothing. On a real GPU, XLA tunes the tiles of its matrix products, so these can
     differ.
@@ -56,14 +57,14 @@ def inspect(
     from jaxinfer.models.stages import stages_on
     from jaxinfer.sharding import ShardingRules
 
-    gpu, description = Target.load(target), Description.read(resolve(directory))
+    gpu, description = Target.load(target), Description.read(resolve(model))
     file = parse_mesh(mesh)
     weights, config = (
         weight_format(description, dtype=dtype, quantize=quantize),
-        require_transformer(directory, description.config),
+        require_transformer(model, description.config),
     )
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"{directory} is an encoder; inspect compiles the decode loop of decoders.")
+        raise ValueError(f"{model} is an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
     if file.mesh is not None:  # before the compiler for GPUs is looked for
@@ -80,7 +81,7 @@ def inspect(
         stored=description.quantization,
     )
     report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)
-    title = f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens"
+    title = f"{model}: decode of {passes} passes, batch {batch}, {context} tokens"
     if spec.static.stages is not None:
         title += f"; {spec.static.stages}, {_micro_batches(sizes)}"
     show(*report_tables(report, title, registers, turn="pass" if spec.static.stages is None else "tick"))

@@ -9,6 +9,7 @@ import typer
 
 from jaxinfer.cli.bench.files import check_plot
 from jaxinfer.cli.common import (
+    MODEL_HELP,
     DeviceMemoryOption,
     DtypeOption,
     HostMemoryOption,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
 """Options of schedules that are drawn."""
 PREDICTED = (
-    "directory",
+    "model",
     "weights",
     "device_memory",
     "host_memory",
@@ -41,9 +42,7 @@ PREDICTED = (
 
 def plan(
     ctx: typer.Context,
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Model directory.", show_default=False)
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=False)] = None,
     weights: Annotated[
         str | None, typer.Option(help="Where layers are streamed from: host, disk, or auto (default: disk).")
     ] = None,
@@ -93,10 +92,10 @@ def plan(
         typer.Option(help="With --chunks: context at which attention takes as long as the rest (default: 24,576)."),
     ] = None,
 ) -> None:
-    """Predict the speed of a model with streamed layers for several batch sizes, and recommend one.
+    """Predict the speed of a model with streamed layers.
 
-    A pass takes as long as fetching its layers or computing them, whichever is longer. Several devices share the disk
-    and host memory.
+    It predicts several batch sizes, and recommends one. A pass takes as long as fetching its layers or computing them,
+    whichever is longer. Several devices share the disk and host memory.
 
     With --gantt FILE --mesh pipeline=4, draw the schedules of a pipeline instead.
     """
@@ -105,14 +104,14 @@ def plan(
         return
     for name in _given(ctx, DRAWN):
         raise ValueError(f"{_option(name)} is only used with --gantt; add --gantt FILE or --gantt -.")
-    if directory is None:
-        raise ValueError("plan: name a model directory, or draw the schedules of a pipeline with --gantt FILE.")
+    if model is None:
+        raise ValueError("plan: name a model, or draw the schedules of a pipeline with --gantt FILE.")
     memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
-    _predict(directory, parse_mesh(mesh), memory, context, bandwidth, flops, dtype, quantize)
+    _predict(model, parse_mesh(mesh), memory, context, bandwidth, flops, dtype, quantize)
 
 
 def _predict(
-    directory: Path,
+    model: Path,
     file: "MeshFile",
     options: dict[str, Any],
     context: int | None,
@@ -138,7 +137,7 @@ def _predict(
         options.setdefault("weights", "disk")
     _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
     bandwidths = parse_bandwidths(bandwidth)
-    opened = open_model(resolve(directory), mesh=file, dtype=dtype, quantize=quantize)
+    opened = open_model(resolve(model), mesh=file, dtype=dtype, quantize=quantize)
     longest = opened.transformer.context
     context = context or longest
     if not 1 < context <= longest:
@@ -174,7 +173,7 @@ def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _option(name: str) -> str:
-    return "DIR" if name == "directory" else "--" + name.replace("_", "-")
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
 def _draw(ctx: typer.Context, file: Path) -> None:

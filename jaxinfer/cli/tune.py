@@ -1,12 +1,11 @@
 """`jaxinfer tune`: measure which implementations a model's operations are the fastest with on this machine."""
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, QuantizeOption
+from jaxinfer.cli.common import DtypeOption, ModelArgument, QuantizeOption
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.", show_default=False)],
+    model: ModelArgument,
     batch: Annotated[int, typer.Option(min=1, help="Number of requests in the batch.")] = 8,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     dtype: DtypeOption = None,
@@ -25,10 +24,11 @@ def tune(
         bool, typer.Option("--forget", help="Delete all measurements of this machine, and measure nothing.")
     ] = False,
 ) -> None:
-    """Time all implementations of a model's operations on this machine, and remember the fastest.
+    """Find the fastest kernels for a model here.
 
-    Later runs on this machine use them for the same shapes, with the same version of jaxinfer. Their programs are
-    compiled again, and results may differ in the last bits.
+    It times all implementations of the model's operations on this machine, and remembers the fastest. Later runs on
+    this machine use them for the same shapes, with the same version of jaxinfer. Their programs are compiled again, and
+    results may differ in the last bits.
     """
     from jaxinfer.cli.display import show
     from jaxinfer.compiled.choices import forget_choices, measure_choices
@@ -40,7 +40,7 @@ def tune(
         return
     with (
         long_work("tracing the model's programs"),
-        LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize, kernels=True) as llm,
+        LLM(model, max_batch=batch, context=context, dtype=dtype, quantize=quantize, kernels=True) as llm,
     ):
         executor = llm.engine.executor
         assert isinstance(executor, DecoderExecutor), "an LLM has one"
@@ -55,7 +55,7 @@ def tune(
         if rows:
             show(times_table(rows))
     if not rows:
-        typer.echo(f"{directory}: every operation has a single implementation here; there is nothing to measure.")
+        typer.echo(f"{model}: every operation has a single implementation here; there is nothing to measure.")
 
 
 def times_table(rows: "list[tuple[Call, dict[str, float]]]") -> "Table":

@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from jaxinfer.cli.common import ModelArgument
+
 # Stored dtype -> the largest difference of a float32 logit that its rounding causes in models of usual depth.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0, "fp8": 1.0, "int4": 3.0}
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
+    model: ModelArgument,
     reference: Annotated[
         Path | None,
         typer.Option(
@@ -23,14 +25,18 @@ def verify(
         typer.Option(min=0.0, help="Largest absolute difference allowed in a logit (default: by stored dtype)."),
     ] = None,
 ) -> None:
-    """Check every file's sha256, and compare tensors or logits with a reference. Exits with status 1 if they differ."""
+    """Check a model's files, and compare its outputs.
+
+    It checks every file's sha256, and compares tensors or logits with a reference. It exits with status 1 if they
+    differ.
+    """
     from jaxinfer.checkpoints import verify_files
     from jaxinfer.checkpoints.paths import find_gguf
     from jaxinfer.hub import fetch, resolve
     from jaxinfer.models.files.description import Description
     from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 
-    directory = resolve(directory)
+    directory = resolve(model)
     manifest = verify_files(directory)
     typer.echo(f"sha256 of {len(manifest.files)} files: matches manifest.json")
     if reference is None:

@@ -1,8 +1,9 @@
 """Executables: compiled ahead of time for fixed shapes, kept on disk, measured.
 
 Knows nothing of requests or models. Start at `spec.py` (what a program is), then `program.py` (one executable),
-`cache.py` (all of a model's) and `costs.py` (how long they take, as `device_time.py` times them); `executables.py`
-keeps what is compiled on disk, `target.py` compiles for a GPU that is not there.
+`cache.py` (all of a model's, compiled ahead, when needed, or as in `background.py`) and `costs.py` (how long they take,
+as `device_time.py` times them); `executables.py` keeps what is compiled on disk, `target.py` compiles for a GPU that is
+not there.
 """
 
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache

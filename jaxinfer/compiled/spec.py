@@ -134,6 +134,15 @@ class ProgramSpec[S: Sizes, Buckets]:
         return executable, False
 
 
+def shapes_of(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of arrays, with where they live.
+
+    Specs have these in place of weights: a program may be compiled for a while after its model is closed, whose memory
+    is then free.
+    """
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]
+
+
 def _spec(x: Any) -> PartitionSpec:
     """Return how an argument or result is divided; whole on every device unless it, or its sharding, says otherwise."""
     sharding = x if isinstance(x, jax.sharding.Sharding) else getattr(x, "sharding", None)

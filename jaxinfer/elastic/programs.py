@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
+from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled.background import StoppedError, Turns
 from jaxinfer.compiled.interruptible import run_all
-from jaxinfer.elastic.background import Turns
+from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
 from jaxinfer.generation.engine.buckets import powers
@@ -24,6 +25,7 @@ from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.progress import long_work, showing
+from jaxinfer.serving.errors import closed_error
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
@@ -204,11 +206,13 @@ class LevelPrograms:
         with self.turns.first(), long_work("compiling programs", total=len(missing)) as work:
 
             def compile_one(needed: tuple[ProgramCache[Sequence[int]], int]) -> None:
-                self.turns.check()
                 compile_size(*needed)
                 work.advance()
 
-            run_all(compile_one, missing, os.cpu_count() or 1)
+            try:
+                run_all(compile_one, missing, os.cpu_count() or 1)
+            except StoppedError:
+                raise closed_error("This service") from None
 
     def compiler(self, level: int, size: int) -> Callable[[], None]:
         """A function that compiles a program, and keeps none of the model's memory alive meanwhile."""
@@ -351,8 +355,7 @@ class LevelPrograms:
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
         """A cache for the programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
-        # Shapes, not arrays: compiling may go on for a while after the model is closed, whose memory is then free.
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._leaves]
+        leaves = shapes_of(self._leaves)
         tasks = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._arrays_of([], adaptation.prompts)
         )
@@ -369,7 +372,7 @@ class LevelPrograms:
             reachable=lambda sizes: (Classify(batch=size) for size in sizes),
         )
         with showing(False):  # who compiles says so
-            return ProgramCache([spec], store=self._store)
+            return ProgramCache([spec], store=self._store, turns=self.turns)
 
     def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
         return task_arrays(tasks, self._config, prompts, **self._most)
@@ -407,6 +410,5 @@ class _Level(NamedTuple):
 
 
 def compile_size(cache: ProgramCache[Sequence[int]], size: int) -> None:
-    """Compile the program of a batch size. Raises MappingsError."""
-    check_mappings()
+    """Compile the program of a batch size. Raises MappingsError, StoppedError."""
     cache.compile_ahead([size], workers=1)

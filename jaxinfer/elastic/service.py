@@ -16,9 +16,9 @@ import numpy as np
 from msgspec import Meta
 
 from jaxinfer.compiled import Costs, ExecutableStore, Origin
+from jaxinfer.compiled.background import Step, compile_in_background
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification, QueryStatistics
-from jaxinfer.elastic.background import Step, compile_in_background
 from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
@@ -498,8 +498,8 @@ class Service(Closeable):
         needed = [(n, b) for b in programs.sizes[:-1] for n in levels]
         for level, size in programs.missing([*((n, programs.sizes[-1]) for n in levels), *needed]):
             if (level, size) not in tried:
-                what = f"Batches of {size} at level {level}"
-                return (level, size), Step(what, programs.compiler(level, size))
+                failure = f"Batches of {size} at level {level} are not used"
+                return (level, size), Step(programs.compiler(level, size), failure)
         return None
 
     def _take(self, program: LevelAndSize) -> None:

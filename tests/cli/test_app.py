@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import jaxinfer
@@ -23,11 +24,40 @@ def test_the_module_is_the_command():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"jaxinfer {jaxinfer.__version__}\n", "")
 
 
+def groups(command, path=()):
+    """The command and those below it that have subcommands, by what is typed."""
+    if subcommands := getattr(command, "commands", None):
+        yield path, command
+        for name, inner in subcommands.items():
+            yield from groups(inner, (*path, name))
+
+
+GROUPS = dict(groups(get_command(app)))
+
+
 def test_help_lists_the_version_and_the_subcommands():
-    done = CliRunner().invoke(app, ["--help"])
+    assert "--version" in CliRunner().invoke(app, ["--help"]).stdout
+    assert {("bench",), ("elastic",), ("experts",), ("moe",)} < GROUPS.keys()
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=" ".join)
+def test_summaries_fit_a_line(path):
+    done = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert done.exit_code == 0
-    for word in ("--version", "generate", "elastic", "experts", "bench"):
-        assert word in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert not [line for line in lines[2:] if line.endswith(("...", "…"))]
+    for name, command in GROUPS[path].commands.items():
+        summary = command.get_short_help_str(200)
+        assert f"{name} {summary}" in lines
+        assert 0 < len(summary) <= 50, (name, len(summary))
+
+
+@pytest.mark.parametrize("command", ["chat", "embed", "generate", "info", "inspect", "plan", "tune", "verify"])
+def test_help_says_what_a_model_may_be(command):
+    shown = " ".join(CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout.split())
+    assert re.search(r"\bMODEL\b", shown.partition("Arguments:")[0])
+    assert "Model directory, Hugging Face directory, GGUF file, or hub name such as ORG/NAME." in shown
+    assert "Model directory." not in shown
 
 
 def test_dir_lists_the_api_and_imports_no_jax():
@@ -59,6 +89,23 @@ def test_a_missing_package_is_named(monkeypatch, module, package, load):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=f": pip install {package}$"):
         load()
+
+
+WARNS = """
+import logging
+from jaxinfer.cli import app
+
+@app.command()
+def warn():
+    logging.getLogger("jaxinfer.compiled").warning("no %s", "kernels")
+
+app(["warn"])
+"""
+
+
+def test_a_warning_is_a_plain_line():
+    done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: no kernels\n")
 
 
 @pytest.fixture(scope="module")

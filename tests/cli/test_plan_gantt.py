@@ -93,7 +93,7 @@ def test_the_figure_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch)
         (("--gantt", "-", "--prompt-tokens", 9), r"--prompt-tokens is only used with --chunks; add --chunks"),
         (("--gantt", "-", "--chunks", 9, "--prompt-tokens", 8), r"--chunks=9 is more than the prompt's 8 tokens"),
         (("--gantt", "-", "--dtype", "bf16"), r"--gantt draws schedules, .*: leave out --dtype"),
-        (("model", "--gantt", "-"), r"--gantt draws schedules, .*: leave out DIR"),
+        (("model", "--gantt", "-"), r"--gantt draws schedules, .*: leave out MODEL"),
         (("model", "--micro-batches", 4), r"--micro-batches is only used with --gantt; add --gantt FILE"),
         ((), r"plan: name a model directory, or draw .* with --gantt FILE"),
     ],

@@ -37,7 +37,7 @@ from jaxinfer.progress import long_work
 
 PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
 
-app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates here.")
 
 
 @app.command()
@@ -65,11 +65,12 @@ def latency(
     json_file: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Measure latency, one batch at a time: the next batch starts when all requests of the last have finished.
+    """Measure latency, one batch at a time.
 
-    End-to-end is the time of the complete call. Time to first token is per request, from queueing. Time per output
-    token is a request's mean after the first token. Inter-token latency is measured in separate rounds that stream one
-    token per step, because a step otherwise generates several tokens.
+    The next batch starts when all requests of the last have finished. End-to-end is the time of the complete call. Time
+    to first token is per request, from queueing. Time per output token is a request's mean after the first token.
+    Inter-token latency is measured in separate rounds that stream one token per step, because a step otherwise
+    generates several tokens.
     """
     batches = parse_batch_sizes(batch)
     check_files(json_file, plot)
@@ -139,10 +140,10 @@ def throughput(
     json_file: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Measure throughput: queue all requests at once, and time until the last has finished.
+    """Measure throughput of requests queued at once.
 
-    A request's times start at queueing, so they include the wait for a free slot. Time per output token is a request's
-    mean after the first token. Prompts are encoded before the clock starts.
+    It times until the last has finished. A request's times start at queueing, so they include the wait for a free slot.
+    Time per output token is a request's mean after the first token. Prompts are encoded before the clock starts.
     """
     check_spread(spread)
     if prompts_file is not None and prompt_tokens is not None:

@@ -12,7 +12,12 @@ _OPENING = "opening the model, its tasks and images"
 """Work of all commands, which begins with imports that may take seconds."""
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Model directory of a vision transformer.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Vision transformer: model directory, Hugging Face directory, or hub name such as ORG/NAME.",
+        show_default=False,
+    ),
 ]
 TaskOption = Annotated[str, typer.Option("--task", help="Name of the task.", show_default=False)]
 DataOption = Annotated[
@@ -67,9 +72,7 @@ DeviceMemoryOption = Annotated[
     ),
 ]
 
-app = typer.Typer(
-    no_args_is_help=True, help="Serve many tasks with one vision transformer, with elastic numbers of tokens."
-)
+app = typer.Typer(no_args_is_help=True, help="Serve many image tasks with one transformer.")
 
 
 @app.command()
@@ -91,7 +94,10 @@ def register(
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Train a task's head and prompts, profile it at all levels, and add it to the repository."""
+    """Train, profile and store a task.
+
+    It trains a head and prompts, profiles them at all levels, and adds the task to the repository.
+    """
     counts = _numbers("--prompts", prompts)
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
@@ -126,7 +132,10 @@ def profile(
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Show a task's accuracy and batch times at all levels."""
+    """Show a task's accuracy and batch times by level.
+
+    It shows what is stored. With --data it measures both again.
+    """
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
         from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
@@ -158,7 +167,10 @@ def classify(
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
 ) -> None:
-    """Classify image files, and print one line each: file, label, probability."""
+    """Classify image files.
+
+    It prints one line each: file, label, probability.
+    """
     with long_work(_OPENING):
         import numpy as np
 
@@ -191,10 +203,11 @@ def run(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve a workload of image queries with deadlines live, and show a dashboard.
+    """Serve image queries with deadlines, live.
 
-    The level of each batch follows the load. Each policy serves the same queries. A run replaces an earlier one of the
-    same name in the folder. Ctrl-C stops; the queries answered so far are shown and recorded.
+    A dashboard shows what happens. The level of each batch follows the load. Each policy serves the same queries. A run
+    replaces an earlier one of the same name in the folder. Ctrl-C stops; the queries answered so far are shown and
+    recorded.
     """
     policies = policy or ["elastic"]
     with long_work(_OPENING):
@@ -222,7 +235,7 @@ def simulate(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve the same workload as `run` on a simulated clock.
+    """Serve the queries of `run` on a simulated clock.
 
     It uses the controller of `run`, with latencies and answers measured at the start. Each policy serves the same
     queries. A run replaces an earlier one of the same name in the folder.
@@ -241,7 +254,10 @@ def report(
     runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of recorded runs.", show_default=False)],
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("report.html"),
 ) -> None:
-    """Compare recorded runs: print tables, and write a page with the figures of OTAS's evaluation."""
+    """Compare recorded runs in tables and figures.
+
+    It prints tables, and writes a page with the figures of OTAS's evaluation.
+    """
     require_extra("matplotlib", "elastic report")
     with long_work("reading runs"):
         from jaxinfer.cli.display import show

@@ -36,9 +36,10 @@ def profile(
     mode: ModeOption = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again, even if results are stored.")] = False,
 ) -> None:
-    """Measure the costs of experts, once per architecture and device, and store the results.
+    """Measure the costs of experts, and store them.
 
-    A batch of n inputs takes K n + B. Load times are from disk, and from a copy in host memory.
+    They are measured once per architecture and device. A batch of n inputs takes K n + B. Load times are from disk, and
+    from a copy in host memory.
     """
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
@@ -62,7 +63,10 @@ def plan(
     seed: SeedOption = 0,
     top: Annotated[int, typer.Option(min=1, help="Number of experts to show, the most used first.")] = 10,
 ) -> None:
-    """Show the initial placement of experts, simulate a trace, and recommend memory for experts and activations."""
+    """Predict throughput, and recommend memory.
+
+    It shows the initial placement of experts, simulates a trace, and recommends memory for experts and activations.
+    """
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
@@ -115,9 +119,10 @@ def run(
         bool, typer.Option("--json", help="Print one JSON object per line; the summary goes to stderr.")
     ] = False,
 ) -> None:
-    """Judge images, and print one line each and a summary. Exits with status 1 if some could not be judged.
+    """Judge images.
 
-    Verdicts are the names of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
+    It prints one line each, and a summary. It exits with status 1 if some could not be judged. Verdicts are the names of
+    an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
     """
     from jaxinfer.cli.experts import judging
     from jaxinfer.experts import System, SystemConfig
@@ -150,7 +155,10 @@ def simulate(
     save_trace: Annotated[Path | None, typer.Option(help="Write the trace to this file.", show_default=False)] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Compare policies on one trace and a simulated clock, with the costs measured on this machine."""
+    """Compare policies on one simulated trace.
+
+    Costs are those measured on this machine.
+    """
     from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import forecast

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
 
 if TYPE_CHECKING:
     from jaxinfer.models.config import MlpConfig, TransformerConfig, VisionConfig, ViTConfig
@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def info(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Model directory, Hugging Face directory, GGUF file, or hub repository (ORG/NAME)."
-        ),
-    ],
+    model: ModelArgument,
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests in a batch.")] = 8,
@@ -34,11 +29,11 @@ def info(
         bool, typer.Option("--costs", help="Also show measured times of the model's programs on this machine.")
     ] = False,
 ) -> None:
-    """Show whether a model is supported, its sizes, the memory it needs, and the kernels it would use.
+    """Show whether a model runs here, and what it needs.
 
-    It reads config.json only: no weights are downloaded, and nothing is converted. Memory per device is for the chosen
-    mesh, context and batch; the default dtype is this machine's. For a model that is not supported, it lists all
-    reasons and exits with status 1.
+    That is its sizes, its memory, and the kernels it would use. The command reads config.json only: no weights are
+    downloaded, and nothing is converted. Memory per device is for the chosen mesh, context and batch; the default dtype
+    is this machine's. For a model that is not supported, it lists all reasons and exits with status 1.
     """
     if target is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
@@ -62,7 +57,7 @@ def info(
     from jaxinfer.sharding import MeshConfig, ShardingRules
 
     gpu = Target.load(target).gpu if target is not None else gpu_or_none()
-    shown, file = _look_at(model), parse_mesh(mesh)
+    shown, file = _look_at(str(model)), parse_mesh(mesh)
     if target is not None and file.mesh is not None:
         raise ValueError("--target with --mesh is not implemented: kernels are listed for one device; leave one out.")
     description, config = shown.description, shown.description.config
@@ -85,7 +80,7 @@ def info(
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)  # a batch of each lane
     cache_bytes = bytes_per_device(cached, layout.abstract(), rules)
 
-    table = Table("", model, title_justify="left")
+    table = Table("", str(model), title_justify="left")
     for name, value in (
         ("supported", "yes"),
         ("family", f"{description.family} ({description.kind})"),

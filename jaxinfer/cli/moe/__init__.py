@@ -35,12 +35,12 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
 
-app = typer.Typer(no_args_is_help=True, help="Show which experts of a mixture of experts get the tokens.")
+app = typer.Typer(no_args_is_help=True, help="Show which experts of a model get the tokens.")
 
 
 @app.callback()
 def _group() -> None:
-    """Show which experts of a mixture of experts get the tokens."""
+    """Show which experts of a model get the tokens."""
 
 
 @app.command()
@@ -74,7 +74,10 @@ def load(
     adapter: AdapterOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all counts instead.")] = False,
 ) -> None:
-    """Continue prompts, and count the tokens that reach each expert of each layer."""
+    """Count the tokens that reach each expert.
+
+    It continues prompts, and counts for each layer.
+    """
     check_files(None, plot)
     if not read_text("--prompts-file", prompts_file).strip():
         raise ValueError(f"--prompts-file {prompts_file}: the file has no prompt; write one per line.")

@@ -35,11 +35,15 @@ class AsyncLLM(EngineHolder):
     Args:
       path: a model directory, or what stands for one, as in `LLM`; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
+      compile_ahead: whether all programs are compiled before it takes requests, as servers and benchmarks want it, so
+        that no request waits for one.
       progress: as in `LLM`.
       options: those of `LLM`, for an encoder those of `Embedder`.
 
-    All programs are compiled before it takes requests, so that no request waits for a compilation. Requests in flight
-    keep it alive; without any, its thread ends when it is dropped or closed, or the process ends.
+    The first request waits for the programs that it needs; after its answer, all others are compiled in the background.
+    A request that needs one sooner waits for that one, which comes next; `stats().compile_misses` counts these.
+
+    Requests in flight keep it alive; without any, its thread ends when it is dropped or closed, or the process ends.
 
     A step that fails ends its own requests with FailedError, and the others go on. If the thread itself dies,
     every request ends with DiedError, and so does every later call. `Timings` count from when a request is in
@@ -59,13 +63,16 @@ class AsyncLLM(EngineHolder):
         path: str | Path,
         *,
         max_requests: int = 1024,
+        compile_ahead: bool = False,
         progress: ProgressOption = None,
         **options: Unpack[LoadOptions],
     ):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
+        compile_ahead = check("AsyncLLM.compile_ahead", compile_ahead, bool)
         with showing(progress), long_work(f"loading {path}"):
             super().__init__(load_engine(path, owner="AsyncLLM", **options))
-            self.engine.compile_ahead()
+            if compile_ahead:
+                self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         self._loop.stop_when_dropped(self)
 

@@ -269,7 +269,7 @@ def beam_search(engine: Engine, prompts: Iterable[Prompt], params: BeamSearchPar
     # No more prompts at once than there is room for their beams: their pages stay in the cache from round to round.
     together = max(1, engine.config.max_batch // params.beam_width)
     if tasks:
-        engine.executor.compile_ahead(s for task in tasks for s in task.greedy.sequences())
+        engine.compile_for([s for task in tasks for s in task.greedy.sequences()])
     waiting, live = deque(tasks), []
     while waiting or live:
         while waiting and len(live) < together:

@@ -128,7 +128,7 @@ def _decoder_executor(
     """Make the executor of a decoder, whose layers are on the devices or are streamed to them."""
     layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
     if plan.placement is None:
-        programs = DevicePrograms(model, config, decoder_programs(layout))
+        programs = DevicePrograms(model, config, decoder_programs(layout.of_programs))
         if layout.stages is None:
             passes = WholeDecoderPasses(programs)
         else:
@@ -136,7 +136,7 @@ def _decoder_executor(
     else:
         assert isinstance(model, StreamedModel)
         layers = LayerStream(model, plan.placement, plan.costs)
-        programs = DevicePrograms(model, config, chain_programs(layout, layers.ranges))
+        programs = DevicePrograms(model, config, chain_programs(layout.of_programs, layers.ranges))
         passes = ChainDecoderPasses(layers, programs, buckets)
     return DecoderExecutor(
         state=DecoderState(layout, programs),

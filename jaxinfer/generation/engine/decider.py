@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.serving.errors import FailedError, caused
+from jaxinfer.serving.errors import ClosedError, FailedError, caused
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import tell_readers
 
@@ -18,7 +18,9 @@ class RequestDecider(Decider[RequestTicket]):
     """Steps an engine in its loop's thread.
 
     Only this thread may touch the engine, except for `Engine.prepare`. Requests that arrive during a step are added
-    together before the next one; requests that were given up are removed then.
+    together before the next one; requests that were given up are removed then. Requests that arrive while none runs
+    wait for the programs that they need together; later ones for each program that a step needs. All others are
+    compiled in the background once the first request has its answer.
 
     Attributes:
       loop: the loop, which serves at most `max_requests` at a time.
@@ -28,7 +30,7 @@ class RequestDecider(Decider[RequestTicket]):
         self._engine = engine
         self._arrived: list[RequestTicket] = []  # not in the engine yet
         self._aborts: list[RequestTicket] = []
-        self._interrupted = False
+        self._interrupted = self._compiles_others = False
         self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests)
         self.loop.start()
 
@@ -69,6 +71,8 @@ class RequestDecider(Decider[RequestTicket]):
 
     def _step(self, arrived: list[RequestTicket], given_up: list[RequestTicket]) -> None:
         """Run one step, with the changes since the last one."""
+        if not self._compile_for(arrived):
+            return
         new = [sequence for ticket in arrived for sequence in ticket.sequences]
         aborts = [ticket.key for ticket in given_up if self.loop.tickets.get(ticket.key) is ticket]
         try:
@@ -81,6 +85,23 @@ class RequestDecider(Decider[RequestTicket]):
             self._deliver(dict.fromkeys(sequence.request_id for sequence in advanced))
         if not self.loop.tickets:
             self._engine.drain()
+        if self.loop.statistics.answered and not self._compiles_others:
+            self._compiles_others = True
+            self._engine.compile_in_background()
+
+    def _compile_for(self, arrived: list[RequestTicket]) -> bool:
+        """Compile what requests need that arrive while none runs; return whether they can be added."""
+        if not arrived or self._engine.scheduler.sequences:
+            return True
+        try:
+            self._engine.compile_for([sequence for ticket in arrived for sequence in ticket.sequences])
+        except ClosedError:  # the loop is ending, and so are its requests
+            return False
+        except Exception as error:
+            for ticket in arrived:
+                self.loop.end(ticket, caused(FailedError(f"{type(error).__name__}: {error}"), error))
+            return False
+        return True
 
     def _advance(self, new: list[TokenSequence], aborts: list[str]) -> list[TokenSequence]:
         """Run one step with new sequences and without aborted ones; returns all that have advanced or ended."""

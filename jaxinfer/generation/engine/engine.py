@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from jaxinfer.compiled import Clock, Origin
+from jaxinfer.compiled.background import StoppedError
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import SharedConfig
@@ -266,9 +267,25 @@ class Engine:
                 self.executor.wait(self._in_flight[0])
             self._in_flight.popleft()
 
+    # Programs
+
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
         return self.executor.compile_ahead()
+
+    def compile_for(self, sequences: list[Sequence]) -> None:
+        """Compile what these sequences can need together. Raises MemoryError, MappingsError, ClosedError."""
+        with self._lock:
+            executor = self.executor
+            try:
+                if sequences:
+                    executor.compile_ahead(sequences)
+            except StoppedError:
+                raise closed_error("This model") from None
+
+    def compile_in_background(self) -> None:
+        """Compile everything else that any request can need; a request that needs it sooner goes first."""
+        self.executor.compile_in_background()
 
     # Whole requests
 
@@ -296,11 +313,7 @@ class Engine:
         self, sequences: list[Sequence], max_passes: int | None, compiled: bool, me: list[weakref.ref[Generator]]
     ) -> Generator[list[Sequence], None, None]:
         self._become_current(me[0])
-        with self._lock:
-            executor = self.executor
-            if sequences and not compiled:
-                executor.compile_ahead(sequences)
-            del executor
+        self.compile_for([] if compiled else sequences)
         try:
             self._abort_run()  # the previous run, if its end was interrupted
             self._run_ids = list(dict.fromkeys(s.request_id for s in sequences))

@@ -113,6 +113,10 @@ class Executor(Protocol):
         """
         ...
 
+    def compile_in_background(self) -> None:
+        """Compile every program that any request can need, one at a time in a thread, until `interrupt`."""
+        ...
+
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
         ...
@@ -130,5 +134,8 @@ class Executor(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """End a step that waits for a disk, with an error; from any thread, when no other step is to follow."""
+        """End a step that waits for a disk, with an error, and compiling beyond the programs that have begun.
+
+        From any thread, when no other step is to follow.
+        """
         ...

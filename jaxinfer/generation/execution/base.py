@@ -141,7 +141,8 @@ class BaseExecutor[Buckets]:
         self._passes.restart()
 
     def interrupt(self) -> None:
-        """End a wait for a disk, as in `Executor`."""
+        """End a wait for a disk, and compiling, as in `Executor`."""
+        self.programs.turns.stop()
         self._passes.interrupt()
 
     def _is_late(self, outputs: Any) -> bool:

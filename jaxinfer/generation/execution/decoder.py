@@ -126,6 +126,10 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             )
         return missing
 
+    def compile_in_background(self) -> None:
+        """Compile every program that any sequence can need, as in `Executor`."""
+        self.programs.compile_in_background(self._packer.buckets)
+
     def calls(self) -> list[Call]:
         """Trace every program, and return the operations that have several implementations here."""
         return self.programs.calls(self._packer.buckets)

@@ -78,6 +78,10 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
             self._buckets.shapes if sequences is None else self._buckets.reachable(sequences)
         )
 
+    def compile_in_background(self) -> None:
+        """Compile every program that any sequence can need, as in `Executor`."""
+        self.programs.compile_in_background(self._buckets.shapes)
+
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
         commands = self.commands(batch)

@@ -1,5 +1,6 @@
 """The shapes of everything on the device and where each array lives; holds no array but the weights."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import compiler_options
+from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
@@ -163,6 +165,13 @@ class DeviceLayout:
             fitting=model.fitting,
             family=model.description.family,
         )
+
+    @property
+    def of_programs(self) -> "DeviceLayout":
+        """The layout with shapes in place of the weights, as `shapes_of` says."""
+        layout = copy.copy(self)
+        layout.leaves = shapes_of(self.leaves)
+        return layout
 
     # Shapes
 

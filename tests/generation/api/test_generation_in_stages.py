@@ -279,7 +279,7 @@ def test_an_embedder(five):
 @pytest.mark.slow
 def test_an_async_llm(five, alone):
     async def served():
-        async with AsyncLLM(five, mesh=TWO, **FEW) as llm:
+        async with AsyncLLM(five, mesh=TWO, compile_ahead=True, **FEW) as llm:
             outputs = await asyncio.gather(*(llm.generate(prompt, GREEDY).final() for prompt in MANY))
             assert llm.engine.executor.programs.misses == 0  # all that can be needed was compiled ahead
             return [[(o.token_ids, o.text) for o in output.outputs] for output in outputs]

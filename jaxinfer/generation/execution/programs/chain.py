@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs import prefill
@@ -364,13 +365,15 @@ def encoder_specs(
     model: StreamedModel, ranges: Collection[LayerRange]
 ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
     """The specs of a batch's programs, for layers in these ranges."""
-    config, leaves = model.transformer, list(model.leaves.values())
+    config, dtype, leaves = model.transformer, model.weights.dtype, shapes_of(model.leaves.values())
     static = EncoderStatic.from_model(model)
+    kinds = _kinds(ranges)
+    of_layers = {layer: model.layer_shapes(layer) for kind, count in kinds for layer in range(kind, kind + count)}
 
     def activations(sizes: EncoderSizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:
         shape = (sizes.batch, sizes.tokens)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        x = jax.ShapeDtypeStruct((*shape, config.embed), model.weights.dtype)
+        x = jax.ShapeDtypeStruct((*shape, config.embed), dtype)
         return tokens, x, (TokenRows(tokens, tokens),)  # type: ignore[arg-type]
 
     def of_enter(sizes: EncoderEnter) -> tuple[Any, ...]:
@@ -379,7 +382,7 @@ def encoder_specs(
 
     def of_layer(sizes: EncoderLayer) -> tuple[Any, ...]:
         _, x, groups = activations(sizes)
-        return [leaf for layer in _layers(sizes) for leaf in model.layer_shapes(layer)], x, groups
+        return [leaf for layer in _layers(sizes) for leaf in of_layers[layer]], x, groups
 
     def of_leave(sizes: EncoderLeave) -> tuple[Any, ...]:
         tokens, x, _ = activations(sizes)
@@ -401,7 +404,7 @@ def encoder_specs(
             reachable=lambda shapes: (
                 EncoderLayer(batch=rows, tokens=length, kind=kind, layers=count)
                 for rows, length in shapes
-                for kind, count in _kinds(ranges)
+                for kind, count in kinds
             ),
         ),
         ProgramSpec(

@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxinfer.compiled import close_at_exit
 from jaxinfer.compiled.interruptible import start
+from jaxinfer.compiled.threads import close_at_exit
 from jaxinfer.progress import showing
-from jaxinfer.serving.errors import ClosedError, closed_error
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("jaxinfer.compiled")
+
+
+class StoppedError(RuntimeError):
+    """No more programs are compiled, since their owner is being closed."""
 
 
 class Turns:
@@ -21,7 +24,6 @@ class Turns:
         self._lock = threading.RLock()  # entered itself, not by way of `_changed`: see `futures`
         self._changed = threading.Condition(self._lock)
         self._waiting, self._stopped = 0, False
-        close_at_exit(self, Turns.stop)
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -41,10 +43,15 @@ class Turns:
             self._changed.wait_for(lambda: self._stopped or not self._waiting)
         return not self._stopped
 
+    def pause(self, seconds: float) -> None:
+        """Wait, but not beyond the end."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._stopped, seconds)
+
     def check(self) -> None:
-        """Raise ClosedError after the end."""
+        """Raise StoppedError after the end."""
         if self._stopped:
-            raise closed_error("This service")
+            raise StoppedError("no more programs are compiled: their owner is being closed.")
 
     def stop(self) -> None:
         """End: programs that are being compiled are the last ones."""
@@ -57,38 +64,45 @@ class Step(NamedTuple):
     """A program that is missing.
 
     Attributes:
-      what: the program in words.
       compile: compiles it, without holding any of the owner's memory.
+      failure: what follows if it cannot be compiled or used, for a warning that goes on with the error.
     """
 
-    what: str
     compile: Callable[[], None]
+    failure: str
 
 
 def compile_in_background[Key](
-    turns: Turns, next_step: Callable[[set[Key]], tuple[Key, Step] | None], take: Callable[[Key], None]
+    turns: Turns,
+    next_step: Callable[[set[Key]], tuple[Key, Step] | None],
+    take: Callable[[Key], None] = lambda key: None,
+    *,
+    delay: float = 0.0,
 ) -> None:
     """Compile all that is missing, in a thread that holds up neither an interrupt nor its owner's end.
 
     Args:
       turns: whose turn it is.
-      next_step: returns the next program, of those not in the set; None at the end. It holds its owner weakly.
+      next_step: returns the next program, of those not in the set; None at the end. It holds its owner weakly, or none
+        of its memory.
       take: takes a compiled program into use, and holds its owner weakly. Programs that it refuses are not used.
+      delay: seconds before the first one begins.
     """
 
     def run() -> None:
         tried = set[Key]()
-        with showing(False), contextlib.suppress(ClosedError):
+        turns.pause(delay)
+        with showing(False), contextlib.suppress(StoppedError):
             while turns.last() and (step := next_step(tried)) is not None:
-                key, (what, compile_it) = step
+                key, (compile_it, failure) = step
                 tried.add(key)
                 try:
                     compile_it()
                     turns.check()
                     take(key)
-                except ClosedError:
-                    raise
                 except Exception as error:
-                    log.warning("%s are not used: %s", what, error)
+                    turns.check()
+                    log.warning("%s: %s", failure, (str(error) or type(error).__name__).splitlines()[0])
 
+    close_at_exit(turns, Turns.stop)
     start(run)
