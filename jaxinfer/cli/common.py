@@ -1,5 +1,6 @@
 """Options that several subcommands share."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -133,12 +134,22 @@ def model_options(ctx: typer.Context) -> dict[str, Any]:
     from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
 
-    engine = ctx.params.keys() & EngineOptions.__annotations__.keys()
-    chosen = (name for name in engine if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT")
+    chosen = given(ctx, ctx.params.keys() & EngineOptions.__annotations__.keys())
     names = ("dtype", "quantize", "context", *chosen)
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
-    given = {name: ctx.params[name] for name in names}
-    return {"path": ctx.params["model"], "mesh": parse_mesh(ctx.params["mesh"]), **given, **memory}
+    others = {name: ctx.params[name] for name in names}
+    return {"path": ctx.params["model"], "mesh": parse_mesh(ctx.params["mesh"]), **others, **memory}
+
+
+def given(ctx: typer.Context, names: Iterable[str]) -> list[str]:
+    """Return those of a command's parameters that were typed."""
+    return [name for name in names if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT"]
+
+
+def refuse_ignored(ctx: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise ValueError for an option that was typed and has no effect; why: such as "with --trace"."""
+    for name in given(ctx, names):
+        raise ValueError(f"--{name.replace('_', '-')} has no effect {why}: leave it out.")
 
 
 def note(text: str) -> None:
@@ -185,9 +196,9 @@ class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
 
 def _json_prompt(where: str, line: str) -> "Prompt":
     try:
-        given = msgspec.json.decode(line, type=_PromptLine)
+        parsed = msgspec.json.decode(line, type=_PromptLine)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{where}: {error}; each line must be an object with `prompt` or `token_ids`.") from error
-    if (given.prompt is None) == (given.token_ids is None):
+    if (parsed.prompt is None) == (parsed.token_ids is None):
         raise ValueError(f"{where}: give exactly one of `prompt` and `token_ids`.")
-    return given.prompt if given.prompt is not None else given.token_ids or []
+    return parsed.prompt if parsed.prompt is not None else parsed.token_ids or []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxinfer.cli.bench.files import check_file
 from jaxinfer.cli.common import (
     ContextOption,
     DeviceMemoryOption,
@@ -86,8 +87,9 @@ def embed(
     prompts = [] if image else read_prompts(texts or [], prompts_file, token_ids or [])
     if output is not None and output.suffix != ".npy":
         raise ValueError(f"--output {output}: must end in .npy, the format that is written.")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"--output {output}: no such directory: {output.parent}.")
+    if output is not None:
+        check_file("--output", output)
+    _check_inputs(model, image or [])
     from jaxinfer.generation import Embedder
 
     with Embedder(**model_options(ctx), max_batch=max_batch) as embedder:
@@ -103,6 +105,23 @@ def embed(
         inputs = [{"image": name} for name in names] if image else [_given(text) for text in prompts]
         for index, (given, vector) in enumerate(zip(inputs, vectors.tolist(), strict=True)):
             print(json.dumps({"index": index, **given, "embedding": vector}))
+
+
+def _check_inputs(model: Path, images: list[Path]) -> None:
+    """Raise ValueError for inputs of the other kind than the model's, and for images that cannot be opened."""
+    from jaxinfer.hub import resolve
+    from jaxinfer.models.files.description import Description
+
+    reads_images = Description.read(resolve(model)).kind == "vision_transformer"
+    if images and not reads_images:
+        raise ValueError(f"--image: {model} is a model of texts; give it texts.")
+    if reads_images and not images:
+        raise ValueError(f"{model} is a model of images; name files with --image.")
+    if images:
+        from jaxinfer.models.vision.image_files import check_image_file
+
+        for file in images:
+            check_image_file(file)
 
 
 def _name(text: "Prompt") -> str:

@@ -136,7 +136,13 @@ def _structured_outputs(
         "choice": tuple(choice) if choice else None,
         "whitespace_pattern": whitespace_pattern,
     }
-    return StructuredOutputsParams(**given) if any(value is not None for value in given.values()) else None
+    if all(value is None for value in given.values()):
+        return None
+    from jaxinfer.generation.sampling.structured_outputs import check_grammar
+
+    params = StructuredOutputsParams(**given)
+    check_grammar(params)  # before the weights are read
+    return params
 
 
 def _read_schema(file: Path) -> dict[str, Any]:

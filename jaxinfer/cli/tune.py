@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, ModelArgument, QuantizeOption
+from jaxinfer.cli.common import DtypeOption, ModelArgument, QuantizeOption, refuse_ignored
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def tune(
+    ctx: typer.Context,
     model: ModelArgument,
     batch: Annotated[int, typer.Option(min=1, help="Number of requests in the batch.")] = 8,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
@@ -36,6 +37,7 @@ def tune(
     from jaxinfer.generation.execution.decoder import DecoderExecutor
 
     if forget:
+        refuse_ignored(ctx, ["batch", "context", "dtype", "quantize"], "with --forget")
         forget_choices()
         return
     with (

@@ -30,6 +30,8 @@ def verify(
     It checks every file's sha256, and compares tensors or logits with a reference. It exits with status 1 if they
     differ.
     """
+    if reference is None and atol is not None:
+        raise ValueError("--atol has no effect without --reference: leave it out, or name what to compare with.")
     from jaxinfer.checkpoints import verify_files
     from jaxinfer.checkpoints.paths import find_gguf
     from jaxinfer.hub import fetch, resolve
@@ -43,6 +45,8 @@ def verify(
         return
     reference, _ = fetch(reference)
     if reference.is_dir() or find_gguf(reference):
+        if atol is not None:
+            raise ValueError("--atol has no effect on tensors, which are compared by their rounding: leave it out.")
         tensors = compare_tensors(directory, reference)
         typer.echo(f"{tensors.tensors} tensors, max abs diff {tensors.max_abs_diff:.3g}")
         if tensors.beyond:

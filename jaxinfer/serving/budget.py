@@ -134,6 +134,11 @@ class Budget:
         reserved = f"{decimal(self.reserved)} reserved"
         return reserved if self.capacity is None else f"{reserved} of {decimal(self.capacity)}"
 
+    @property
+    def report(self) -> str:
+        """The owners and their bytes for the end of an error, after a line break; empty if nobody has any."""
+        return f"\n{self}" if self.holdings else ""
+
     def __str__(self) -> str:
         return "\n".join([f"{self.name}: {self._summary()}", *(f"  {held}" for held in self.holdings)])
 
@@ -212,7 +217,7 @@ class Reservation:
             rooms.append(f"the system has {decimal(budget.available)} free")
         return (
             f"{self.owner} would take {decimal(more)} more of {budget.name} (in all: {parts}), where "
-            f"{' and '.join(rooms)}: {remedy}.\n{budget}"
+            f"{' and '.join(rooms)}: {remedy}.{budget.report}"
         )
 
     def release(self) -> None:

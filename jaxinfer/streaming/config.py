@@ -13,6 +13,12 @@ from typing import Literal, Self, TypedDict
 from rich.filesize import decimal
 
 WEIGHTS = ("device", "host", "disk", "auto")
+USED_WITH = {
+    "host_memory": ("host", "disk", "auto"),
+    "prefetch": ("host", "disk", "auto"),
+    "layer_files": ("disk", "auto"),
+}
+"""The values of `weights` with which other fields of `MemoryConfig` have an effect; those left out always have one."""
 Tier = Literal["device", "host", "disk"]
 MAX_PROGRAM_LAYERS = 32
 """Maximum layers of one program: a call costs little beside them, and each layer adds compile time."""
@@ -53,6 +59,12 @@ class MemoryConfig:
                 raise ValueError(f"{name} must be at least 1 byte, got {value}.")
         if self.prefetch is not None and not 0 <= self.prefetch <= 64:
             raise ValueError(f"prefetch must be in [0, 64], got {self.prefetch}.")
+        for name, used in USED_WITH.items():
+            if (value := getattr(self, name)) is not None and self.weights not in used:
+                raise ValueError(
+                    f"MemoryOptions.{name}={value} has no effect with weights={self.weights!r}: leave it out, or set "
+                    f"weights to {' or '.join(map(repr, used))}."
+                )
         if self.layer_files is not None and self.layer_files.exists() and not self.layer_files.is_dir():
             raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")
 
@@ -89,6 +101,15 @@ def parse_bytes(name: str, value: int | str) -> int:
     if not match or (unit := match[2].upper()) not in _UNITS:
         raise ValueError(f'{name} must be bytes or a size such as "12GiB" or "800MB", got {value!r}.')
     return int(float(match[1]) * _UNITS[unit])
+
+
+def exact_bytes(size: int) -> str:
+    """Format a size for people, and exactly, to be copied.
+
+    >>> exact_bytes(48524531)
+    '48.5 MB (48524531 bytes)'
+    """
+    return f"{decimal(size)} ({size} bytes)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

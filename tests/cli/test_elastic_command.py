@@ -1,6 +1,7 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
 import io
+import re
 import shutil
 import signal
 
@@ -9,6 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.compiled import ProgramSpec
+from jaxinfer.disk_cache import cache_folder
 from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import read_run
@@ -44,7 +47,13 @@ def registered(folders):
     return [run("register", folders / "vit", *given, *OPTIONS) for _ in range(2)]
 
 
-def test_register_profile_classify(folders, registered):
+def keep_times(folder, monkeypatch):
+    """Keep measured times in this folder, which other tests do not."""
+    (folder / "executables").symlink_to(cache_folder() / "executables")
+    monkeypatch.setenv("JAXINFER_CACHE", str(folder))
+
+
+def test_register_profile_classify(folders, registered, tmp_path, monkeypatch):
     images, (done, again) = folders / "images", registered
     assert done.exit_code == 0, done.output
     assert "Registered 'stripes', version 1, 2 classes." in done.output
@@ -54,11 +63,23 @@ def test_register_profile_classify(folders, registered):
     assert "error: " in again.output
     assert "task 'stripes' is registered" in again.output
 
-    shown = run("profile", folders / "vit", *OPTIONS)
+    keep_times(tmp_path, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgramSpec, "compile", None)
+        shown = run("profile", folders / "vit", *OPTIONS)
     assert shown.exit_code == 0, shown.output
-    assert "8 validation images" in shown.output
+    assert "8 validation images" in shown.stdout
+    assert shown.stderr.count("\n") == 1
+    assert f"to time them: jaxinfer elastic profile {folders / 'vit'} --task stripes --data DATA]" in shown.stderr
+
     anew = run("profile", folders / "vit", "--data", images, *OPTIONS)
     assert anew.exit_code == 0, anew.output
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgramSpec, "compile", None)
+        shown = run("profile", folders / "vit", *OPTIONS)
+    assert (shown.exit_code, shown.stderr) == (0, ""), shown.output
+    assert shown.stdout.count(" ± ") == anew.stdout.count(" ± ") > 0
+    assert len(re.findall(r"\d\.\d\d  +\d", shown.stdout)) == len(re.findall(r"\d\.\d\d  +\d", anew.stdout)) > 0
     assert (folders / "vit" / "tasks" / "stripes" / "v2").is_dir()
 
     files = [*sorted((images / "rows").iterdir())[:2], *sorted((images / "columns").iterdir())[:2]]
@@ -155,6 +176,7 @@ def check_interrupts(common, runs):
         (("--policy", "best"), "no policy 'best'; known: elastic, paper"),
         (("--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
         (("--trace", "missing.jsonl"), "missing.jsonl"),
+        (("--trace", "missing.jsonl", "--load", 2), "--load has no effect with --trace: leave it out"),
         (("--out", __file__), "is not a writable folder"),
     ],
 )

@@ -1,6 +1,7 @@
 """`jaxinfer embed` as a user runs it."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.generation import Embedder
+from jaxinfer.models.files.loading import OpenedModel
 
 TEXTS = ["import os", "x" * 90, "import sys"]
 
@@ -51,11 +53,32 @@ def test_similarities_are_a_table(model_dir, vectors, monkeypatch):
     [
         ((), "error: No prompt: give a text, --prompts-file or --token-ids."),
         (("a", "--output", "vectors.txt"), "error: --output vectors.txt: must end in .npy"),
-        (("a", "--output", "nowhere/x.npy"), "error: --output nowhere/x.npy: no such directory: nowhere."),
+        (
+            ("a", "--output", "nowhere/x.npy"),
+            "error: --output nowhere/x.npy: nowhere is not a directory that can be written to.",
+        ),
+        (("--image", "a.png"), "error: --image: "),
+        (("a", "--weights", "device", "--prefetch", "3"), "error: --prefetch=3 has no effect with weights='device'"),
         (("",), "error: Text 0: The prompt is empty"),
     ],
 )
-def test_errors_take_one_line(model_dir, arguments, message):
+def test_errors_take_one_line(model_dir, monkeypatch, arguments, message):
+    if arguments and arguments != ("",):
+        monkeypatch.setattr(OpenedModel, "read", None)  # no weight is read
     done = run(model_dir, *arguments, code=2)
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_of_images_is_asked_for_images_before_it_is_read(vit, tmp_path, monkeypatch):
+    monkeypatch.setattr(OpenedModel, "read", None)
+    (tmp_path / "torn.png").write_bytes(b"png")
+    for arguments, message in (
+        (("a text",), f"error: {vit} is a model of images; name files with --image.\n"),
+        (("--image", tmp_path / "none.png"), f"error: {tmp_path / 'none.png'}: no such file.\n"),
+        (("--image", tmp_path / "torn.png"), f"error: {tmp_path / 'torn.png'}: not an image that can be read"),
+    ):
+        assert run(vit, *arguments, code=2).stderr.startswith(message)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    done = run(vit, "--image", tmp_path / "torn.png", code=2)
+    assert done.stderr == "error: reading image files needs pillow, of the extra images: pip install pillow\n"

@@ -12,7 +12,7 @@ from jaxinfer.generation import CompletionOutput, FinishReason, RequestOutput, S
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.files.loading import save_model
+from jaxinfer.models.files.loading import OpenedModel, save_model
 from tests.tiny import CONFIG, random_model
 
 
@@ -159,7 +159,7 @@ def test_the_summary_counts_speculative_tokens():
         (("--prompt", "a", "--mesh", "pipeline=0"), "error: mesh 'pipeline=0'"),
         (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
         (("--prompt", "a", "--regex", "a", "--choice", "a"), "error: StructuredOutputsParams needs exactly one of"),
-        (("--prompt", "a", "--regex", "("), "error: --regex does not compile"),
+        (("--prompt", "a", "--weights", "device", "--layer-files", "D"), "error: --layer-files=D has no effect with"),
         (("--prompts-file", "none.txt"), "error: --prompts-file none.txt: No such file or directory; name a readable"),
         (("--prompt", "a", "--json-schema", "none.json"), "error: --json-schema none.json: No such file or directory"),
         (("--prompt", "a", "--json-schema", "."), "error: --json-schema .: Is a directory; name a readable"),
@@ -174,6 +174,15 @@ def test_errors_take_one_line(model_dir, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_grammars_are_checked_before_the_model_is_read(model_dir, monkeypatch, tmp_path):
+    monkeypatch.setattr(OpenedModel, "read", None)
+    (tmp_path / "bad.lark").write_text("start: nothing")
+    for option, value in (("--regex", "[a-"), ("--regex", "("), ("--grammar", tmp_path / "bad.lark")):
+        done = run(model_dir, "--prompt", "a", option, value, code=2)
+        assert done.stderr.startswith(f"error: {option} does not compile: ")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_the_figure_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch)
         (("--gantt", "-", "--dtype", "bf16"), r"--gantt draws schedules, .*: leave out --dtype"),
         (("model", "--gantt", "-"), r"--gantt draws schedules, .*: leave out MODEL"),
         (("model", "--micro-batches", 4), r"--micro-batches is only used with --gantt; add --gantt FILE"),
-        ((), r"plan: name a model directory, or draw .* with --gantt FILE"),
+        ((), r"plan: name a model, or draw .* with --gantt FILE"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_a_line(arguments, message):

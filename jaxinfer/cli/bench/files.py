@@ -1,4 +1,4 @@
-"""The files that a bench command writes: checked before the run, written atomically after it."""
+"""The files that commands write: checked before the run, written atomically after it."""
 
 import os
 from pathlib import Path
@@ -14,20 +14,21 @@ PLOT_SUFFIXES = (".png", ".svg")
 def check_files(json_file: Path | None, plot: Path | None) -> None:
     """Raise ValueError or MissingExtraError if a file could not be written after the run."""
     if json_file is not None:
-        _check_file("--json", json_file)
+        check_file("--json", json_file)
     if plot is not None:
         check_plot("--plot", plot)
 
 
 def check_plot(option: str, plot: Path) -> None:
     """Raise ValueError or MissingExtraError if an option's file could not be drawn and written."""
-    _check_file(option, plot)
+    check_file(option, plot)
     if plot.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"{option} {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
     require_extra("matplotlib", f"{option} {plot}")
 
 
-def _check_file(option: str, file: Path) -> None:
+def check_file(option: str, file: Path) -> None:
+    """Raise ValueError if an option's file could not be written."""
     if file.is_dir():
         raise ValueError(f"{option} {file} is a directory; name a file.")
     if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from jaxinfer.cli.common import note, refuse_ignored
 from jaxinfer.extras import require_extra
 from jaxinfer.progress import long_work
 
@@ -124,7 +125,7 @@ def profile(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data set, as in `register`: profile again on its validation images (default: stored accuracies).",
+            help="Data set, as in `register`: measure on its validation images (default: show what is stored).",
             show_default=False,
         ),
     ] = None,
@@ -138,7 +139,7 @@ def profile(
     """
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
-        from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
+        from jaxinfer.cli.elastic.opening import check_profiled, how_to_profile, images_of, read_tasks
         from jaxinfer.cli.elastic.tables import levels_table
         from jaxinfer.elastic import Service, load_dataset
 
@@ -150,8 +151,9 @@ def profile(
         service.profile(task, validation)
     else:
         check_profiled(service, model, task)
-        service.measure_latency()
     show(levels_table(service, task))
+    if service.latency.missing(service.levels, [1, service.batch_sizes[-1]]):
+        note(f"[Some batches were not timed on this machine; to time them: {how_to_profile(model, task)}]")
 
 
 @app.command()
@@ -210,6 +212,7 @@ def run(
     recorded.
     """
     policies = policy or ["elastic"]
+    _refuse_ignored(ctx)
     with long_work(_OPENING):
         from jaxinfer.cli.elastic import runs
 
@@ -240,6 +243,7 @@ def simulate(
     It uses the controller of `run`, with latencies and answers measured at the start. Each policy serves the same
     queries. A run replaces an earlier one of the same name in the folder.
     """
+    _refuse_ignored(ctx)
     with long_work(_OPENING):
         from jaxinfer.cli.elastic import runs
         from jaxinfer.elastic.scheduling.policies import POLICIES
@@ -270,6 +274,12 @@ def report(
     with long_work("drawing figures"):
         write_report(out, recorded)
     typer.echo(f"Wrote {out}")
+
+
+def _refuse_ignored(ctx: typer.Context) -> None:
+    """Raise ValueError for options of arrivals with a trace, which has its own."""
+    if ctx.params["trace"] is not None:
+        refuse_ignored(ctx, ["arrivals", "load", "seconds"], "with --trace")
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -44,8 +44,12 @@ def check_profiled(service: Service, model: Path, task: str) -> None:
         try:
             service.accuracy(task, level)
         except ProfileError:
-            data = task if task in DATASETS else "DATA"
             raise ValueError(
                 f"task {task!r} was not profiled at level {level} with this model and these options; run: "
-                f"jaxinfer elastic profile {model} --task {task} --data {data}"
+                f"{how_to_profile(model, task)}"
             ) from None
+
+
+def how_to_profile(model: Path, task: str) -> str:
+    """Return the command that measures a task."""
+    return f"jaxinfer elastic profile {model} --task {task} --data {task if task in DATASETS else 'DATA'}"

@@ -7,7 +7,10 @@ from jaxinfer.elastic.service import Service
 
 
 def levels_table(service: Service, name: str) -> Table:
-    """Return a table of a task's levels: tokens, accuracy with standard errors, and what batches take."""
+    """Return a table of a task's levels: tokens, accuracy with standard errors, and what batches take.
+
+    Times that were not measured are left out.
+    """
     task, sizes = service.task(name), service.batch_sizes
     largest, config = sizes[-1], service.config
     levels = table(
@@ -23,7 +26,10 @@ def levels_table(service: Service, name: str) -> Table:
         title=f"{name}: {service.accuracy(name, 0).images} validation images; tokens in the last MLP",
     )
     for level in (level for level in service.levels if level <= 0 or level in task.prompts):
-        accuracy, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
+        accuracy, times = service.accuracy(name, level), [""] * 3
+        if not service.latency.missing([level], [1, largest]):
+            single, batch = (service.latency.seconds(level, size).p50 for size in (1, largest))
+            times = [f"{1e3 * single:.2f}", f"{1e3 * batch:.2f}", f"{largest / batch:,.0f}"]
         _, tokens = service.adaptation(level).counts(config.tokens, config.layers, protected=config.first_patch)[-1]
         levels.add_row(
             f"{level:+d}" if level else "0",
@@ -31,8 +37,6 @@ def levels_table(service: Service, name: str) -> Table:
             f"{100 * accuracy.accuracy:.1f} ± {100 * accuracy.standard_error:.1f}",
             f"{100 * accuracy.difference:+.1f} ± {100 * accuracy.difference_error:.1f}" if level else "",
             f"{accuracy.p_value:.2g}" if level else "",
-            f"{1e3 * service.latency.seconds(level, 1).p50:.2f}",
-            f"{1e3 * batch.p50:.2f}",
-            f"{largest / batch.p50:,.0f}",
+            *times,
         )
     return levels

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxinfer.cli.bench.files import check_file
+from jaxinfer.cli.common import refuse_ignored
+
 if TYPE_CHECKING:
     from jaxinfer.evaluation.experts import TraceRequest
     from jaxinfer.experts import OpenedSystem, Policy, SystemConfig
@@ -55,6 +58,7 @@ def profile(
 
 @app.command()
 def plan(
+    ctx: typer.Context,
     config: ConfigArgument,
     mode: ModeOption = None,
     requests: RequestsOption = 1000,
@@ -73,7 +77,7 @@ def plan(
     from jaxinfer.experts import ConfigError, SystemConfig
 
     given = SystemConfig.read(config, mode=mode)
-    inputs = _trace(given, trace, requests, interval_ms, seed)
+    inputs = _trace(ctx, given, trace, requests, interval_ms, seed)
     opened, profiles = _measured(given)
     expected = forecast(opened, profiles, inputs)
     show(tables.usage_table(opened, expected, top), tables.pool_table(expected))
@@ -99,6 +103,7 @@ def plan(
 
 @app.command()
 def run(
+    ctx: typer.Context,
     config: ConfigArgument,
     images: Annotated[
         Path | None,
@@ -129,6 +134,8 @@ def run(
 
     if (images is None) == (random is None):
         raise ValueError("Use exactly one of --images and --random.")
+    if images is not None:
+        refuse_ignored(ctx, ["seed"], "with --images")
     given = SystemConfig.read(config, mode=mode)
     files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
     with System(given) as system:
@@ -144,6 +151,7 @@ def run(
 
 @app.command()
 def simulate(
+    ctx: typer.Context,
     config: ConfigArgument,
     mode: Annotated[
         list[str] | None,
@@ -165,9 +173,11 @@ def simulate(
     from jaxinfer.evaluation.traces import write_trace
     from jaxinfer.experts import SystemConfig, policy_of
 
+    if save_trace is not None:
+        check_file("--save-trace", save_trace)
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
     given = SystemConfig.read(config)
-    inputs = _trace(given, trace, requests, interval_ms, seed)
+    inputs = _trace(ctx, given, trace, requests, interval_ms, seed)
     if save_trace is not None:
         write_trace(save_trace, inputs)
     opened, profiles = _measured(given, *policies.values())
@@ -180,12 +190,13 @@ def simulate(
 
 
 def _trace(
-    given: "SystemConfig", file: Path | None, requests: int, interval_ms: float, seed: int
+    ctx: typer.Context, given: "SystemConfig", file: Path | None, requests: int, interval_ms: float, seed: int
 ) -> "list[TraceRequest]":
     """Read or draw a trace, before anything is opened."""
     from jaxinfer.evaluation.experts import draw_trace, read_trace
 
     if file is not None:
+        refuse_ignored(ctx, ["requests", "interval_ms", "seed"], "with --trace")
         return read_trace(file, given.graph())
     return draw_trace(given.graph(), requests, interval=interval_ms / 1e3, seed=seed)
 

@@ -48,7 +48,7 @@ from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Reservation, sizes_of
 from jaxinfer.sharding import MeshFile, ShardingRules
-from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, Placement
+from jaxinfer.streaming.config import USED_WITH, WEIGHTS, MemoryConfig, MemoryOptions, Placement
 from jaxinfer.streaming.model import StreamedModel, stream_model
 
 _Processors = Annotated[dict[str, Any], Meta(description="a dict of functions by name")]
@@ -214,6 +214,10 @@ def split_options(
         written = dict(mesh.memory)
         if (folder := written.get("layer_files")) and isinstance(folder, str):
             written["layer_files"] = Path(mesh.source).parent / folder
+        if "weights" in memory:  # a file's fields for another choice are not this one's
+            written = {
+                name: value for name, value in written.items() if memory["weights"] in USED_WITH.get(name, WEIGHTS)
+            }
         memory = written | memory
     return cast(EngineOptions, engine), MemoryConfig.from_options(cast(MemoryOptions, memory))
 

@@ -123,6 +123,10 @@ def load_decoder(
     opened = opened.for_context(context)
     if adapters:
         engine_options = _with_room(engine_options, adapters)
+    elif not engine_options.get("max_adapters"):
+        for name in ("max_lora_rank", "adapter_bytes"):
+            if name in engine_options:
+                raise ValueError(f"LLM.{name} has no effect without adapters or max_adapters: leave it out.")
     if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept
         engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
     config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)

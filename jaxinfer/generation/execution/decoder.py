@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from rich.filesize import decimal
 
 from jaxinfer.compiled import Bucket, Clock
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
@@ -121,8 +122,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         missing = self.programs.compile_ahead(buckets)
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(layout.mesh)):
             raise MemoryError(
-                f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
-                f"lower cache_bytes, max_batch or token_budget.\n{memory_report(layout.mesh)}"
+                f"The programs need {decimal(workspace)} to run in, and {decimal(free)} are free beside weights and "
+                f"cache: lower cache_bytes, max_batch or token_budget.{memory_report(layout.mesh)}"
             )
         return missing
 

@@ -21,7 +21,7 @@ from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving.budget import Budget, Offer, Offers, Sizes, budget_of, host_budget
-from jaxinfer.streaming.config import LayerRange, Placement
+from jaxinfer.streaming.config import LayerRange, Placement, exact_bytes
 from jaxinfer.streaming.experts import IN_FLIGHT
 from jaxinfer.streaming.model import layer_ranges
 
@@ -117,8 +117,9 @@ def plan_memory(
     check_page(cache_limit, size, config, memory_report(model.mesh))
     if cache_limit > room:
         raise MemoryError(
-            f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
-            f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}.\n{memory_report(model.mesh)}"
+            f"cache_bytes={cache_bytes} does not fit: of {decimal(available)} that are free beside the weights, "
+            f"programs need {decimal(workspace or 0)} and adapters {decimal(adapters)}; the cache may have "
+            f"{exact_bytes(max(room, 0))}.{memory_report(model.mesh)}"
         )
     pages = min(cache_limit // size, full) if shared else cache_limit // size
     if cache_bytes is None and pages != full:
@@ -152,8 +153,8 @@ def read_adapter_bytes(config: SharedConfig) -> int:
 
 
 def memory_report(mesh: Mesh | None) -> str:
-    """List what is reserved of the devices' memory, a line each, for an error."""
-    return "\n".join(map(str, dict.fromkeys(map(budget_of, devices_of(mesh)))))
+    """List who has reserved how much of the devices' memory, for the end of an error: each line after a line break."""
+    return "".join(budget.report for budget in dict.fromkeys(map(budget_of, devices_of(mesh))))
 
 
 def buffer_bytes(placement: Placement | None) -> int:
@@ -248,8 +249,8 @@ def check_page(budget: int, size: int, config: EngineConfig, report: str) -> Non
     """Raise ValueError unless a page of this size fits into the cache's budget. report: other uses of the memory."""
     if budget < size:
         raise ValueError(
-            f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
-            f"raise cache_bytes or device_memory, lower page_size, or free memory.\n{report}"
+            f"The KV cache may take {decimal(max(budget, 0))}, but one page of {config.page_size} tokens takes "
+            f"{exact_bytes(size)}: raise cache_bytes or device_memory, lower page_size, or free memory.{report}"
         )
 
 

@@ -38,6 +38,7 @@ from jaxinfer.streaming.config import (
     Placement,
     PrefetchDepth,
     Tier,
+    exact_bytes,
     spread,
 )
 from jaxinfer.streaming.layer_folders import experts_of
@@ -107,9 +108,18 @@ class DeviceBytes:
 
         experts: how many are there at a time; None: as few as possible.
         """
-        experts = self.least_experts if experts is None else experts
-        weights = self.rest + layers * self.layer + experts * self.expert
+        weights = self.streamed_weights(layers, experts)
         return self._with(weights, cache, lambda: self._streamed_workspace)
+
+    def streamed_weights(self, layers: int, experts: int | None = None) -> int:
+        """The bytes of weights with this many layers and experts there at a time, as in `of_streamed`."""
+        experts = self.least_experts if experts is None else experts
+        return self.rest + layers * self.layer + experts * self.expert
+
+    def at_a_time(self, layers: int) -> str:
+        """Say which layers and experts are there at a time, for errors."""
+        experts = f", {self.least_experts} experts of {decimal(self.expert)}" if self.experts else ""
+        return f"{layers} layers such as layer {self.largest} of {decimal(self.layer)}{experts}"
 
     @property
     def _has_cache(self) -> bool:
@@ -199,17 +209,21 @@ def plan_placement(
         return None
     _check_devices(opened, memory)
     depth = _depth(memory, costs)
+    least_depth, remedy = (
+        DEPTH if memory.prefetch is None else depth,
+        "lower prefetch, or use quantize='int4' or a mesh",
+    )
+    at_a_time = f"{decimal(needs.rest)} beside the layers, {needs.at_a_time(least_depth + 1)}"
+    weights = needs.streamed_weights(least_depth + 1)
+    _check_weights(opened, needs, f"streaming needs ({at_a_time})", weights, remedy=f"{remedy} with more devices")
     while memory.prefetch is None and depth > DEPTH and needs.of_streamed(depth + 1, least) > limit:
         depth -= 1
     if (needed := needs.of_streamed(depth + 1, least)) > limit:
-        layers = f"{depth + 1} layers such as layer {needs.largest} of {decimal(needs.layer)}"
-        if needs.experts:
-            layers += f", {needs.least_experts} experts of {decimal(needs.expert)}"
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
-            f"layers, {layers}, {decimal(least)} of cache, and what programs take), and {decimal(limit)} may be used: "
-            f"raise device_memory to at least {needed}, lower prefetch, or use quantize='int4' or a mesh with more "
-            f"devices.\n{memory_report(opened.mesh)}"
+            f"layers, {needs.at_a_time(depth + 1)}, {decimal(least)} of cache, and what programs take), and "
+            f"{decimal(limit)} may be used: raise device_memory to at least {exact_bytes(needed)}, {remedy} with more "
+            f"devices.{memory_report(opened.mesh)}"
         )
     resident = 0
     if memory.device_memory is not None or memory.weights == "auto" or needs.experts:
@@ -271,7 +285,7 @@ def _place_experts(
         elif memory.weights == "host":
             raise MemoryError(
                 f"{opened.folder}: {needs.experts} experts take {decimal(everywhere)} of the host's memory, and "
-                f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.\n{host_budget()}"
+                f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.{host_budget().report}"
             )
     if tier == "host" and shares_memory(opened.platform):
         return ExpertPlacement(tier=tier, count=needs.experts, slots=0, bytes=needs.expert)
@@ -284,11 +298,22 @@ def _place_experts(
 
 def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
     """Raise MemoryError unless all layers fit the devices within `device_memory`."""
+    _check_weights(opened, needs, "all layers on the devices take", needs.whole, remedy=f"or {opened.remedy}")
     if (needed := needs.of_whole(cache)) > needs.limit:
         raise MemoryError(
             f"{opened.folder}: all layers on the devices take {decimal(needed)}, with {decimal(cache)} of cache, "
-            f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or "
-            f"{opened.remedy}.\n{memory_report(opened.mesh)}"
+            f"and {decimal(needs.limit)} may be used: raise device_memory to at least {exact_bytes(needed)}, or "
+            f"{opened.remedy}.{memory_report(opened.mesh)}"
+        )
+
+
+def _check_weights(opened: OpenedModel, needs: DeviceBytes, what: str, weights: int, *, remedy: str) -> None:
+    """Raise MemoryError for weights that do not fit by themselves: what programs need takes compiling to know."""
+    if weights > needs.limit:
+        raise MemoryError(
+            f"{opened.folder}: {what} {decimal(weights)} on each device without cache and programs, and "
+            f"{decimal(needs.limit)} may be used: raise device_memory above {exact_bytes(weights)}, {remedy}."
+            f"{memory_report(opened.mesh)}"
         )
 
 
@@ -302,7 +327,7 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
     if memory.weights == "host" and count < layers:
         raise MemoryError(
             f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and "
-            f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.\n{host_budget()}"
+            f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.{host_budget().report}"
         )
     return count
 

@@ -158,6 +158,16 @@ class GrammarCompiler:
         return matcher
 
 
+def check_grammar(params: StructuredOutputsParams) -> None:
+    """Raise ValueError for a grammar that no model's tokens can follow, as far as that shows without a tokenizer."""
+    try:
+        message = llguidance.LLMatcher.validate_grammar(_grammar(params), limits=_LIMITS)
+    except (ValueError, RecursionError) as error:
+        message = str(error)
+    if message:
+        raise ValueError(f"StructuredOutputsParams.{params.kind} does not compile: {_plain(message)}")
+
+
 def _grammar(params: StructuredOutputsParams) -> str:
     """Write the grammar in llguidance's own notation."""
     if params.json is not None:
@@ -195,7 +205,12 @@ def _without_annotations(schema: Any) -> Any:
 
 
 def _message(state: llguidance.LLMatcher) -> str:
-    message = state.get_error().removesuffix("\n<non-verbose/>")
+    return _plain(state.get_error())
+
+
+def _plain(message: str) -> str:
+    """Write an error of llguidance without what its users cannot use."""
+    message = message.removesuffix("\n<non-verbose/>")
     message = message.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf instead")
     return "no text fits" if message == "NoExtensionBias" else message
 

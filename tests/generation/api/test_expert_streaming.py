@@ -45,9 +45,12 @@ def tokens(llm):
 
 def least_memory(model, **options):
     """The least device memory that works, as the error says that comes with less."""
-    with pytest.raises(MemoryError, match=r"4 experts of .* raise device_memory to at least (\d+)") as error:
+    with pytest.raises(MemoryError, match=r"4 experts of .* raise device_memory above") as error:
         LLM(model, weights="disk", device_memory=1, **options, **ONE)
-    return int(re.search(r"at least (\d+)", str(error.value))[1])
+    weights = int(re.search(r"above .*?\((\d+) bytes\)", str(error.value))[1])
+    with pytest.raises(MemoryError, match=r"4 experts of .* raise device_memory to at least") as error:
+        LLM(model, weights="disk", device_memory=weights + 1, **options, **ONE)
+    return int(re.search(r"at least .*?\((\d+) bytes\)", str(error.value))[1])
 
 
 def test_tokens_are_the_same_whatever_stays(mixture):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints.reading import GROUP_BYTES
+from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution import placement
 from jaxinfer.generation.execution.placement import plan_placement
@@ -26,7 +27,7 @@ CONFIG = EngineConfig(context=128, **ONE)
 
 def least(error):
     """The bytes of device_memory that an error asks for."""
-    return int(re.search(r"raise device_memory to at least (\d+)", str(error))[1])
+    return int(re.search(r"raise device_memory (?:to at least|above) .*?\((\d+) bytes\)", str(error))[1])
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,15 @@ def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works
     options = {"weights": weights, "context": 16, **ONE}  # a page is the whole cache, so that few programs do
     if weights == "auto":
         options["host_memory"] = 1
-    with pytest.raises(MemoryError) as refused:
-        LLM(unread, device_memory=30_000, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgramSpec, "compile", None)
+        with pytest.raises(MemoryError, match="without cache and programs") as weights_alone:
+            LLM(unread, device_memory=30_000, **options)
+    assert "reserved of" not in str(weights_alone.value)
+    with pytest.raises(MemoryError, match="raise device_memory to at least") as refused:
+        LLM(unread, device_memory=least(weights_alone.value) + 1, **options)
     enough = least(refused.value)
-    with pytest.raises(MemoryError, match=f"raise device_memory to at least {enough}"):
+    with pytest.raises(MemoryError, match=rf"raise device_memory to at least .* \({enough} bytes\)"):
         LLM(unread, device_memory=enough - 1, **options)
     assert not list(unread.glob("*layers*"))
     monkeypatch.undo()
@@ -74,8 +80,10 @@ def test_what_a_stage_takes_of_each_device_is_that_of_its_layers(tmp_path):
     path = save_tiny(tmp_path / "model", config=dataclasses.replace(TINY, layers=4))
     mesh = MeshConfig(pipeline=2).build(jax.devices()[:2])
     options = {"mesh": mesh, "weights": "device", "context": 16, **ONE}
-    with pytest.raises(MemoryError) as refused:
+    with pytest.raises(MemoryError) as weights_alone:
         LLM(path, device_memory=30_000, **options)
+    with pytest.raises(MemoryError) as refused:
+        LLM(path, device_memory=least(weights_alone.value) + 1, **options)
     opened, enough = open_model(path, mesh=mesh), least(refused.value)
     assert enough < open_model(path).bytes_per_device() + opened.manifest.bytes  # the half is what matters
     with LLM(path, device_memory=enough, **options) as llm:
@@ -90,11 +98,14 @@ def test_what_a_stage_takes_of_each_device_is_that_of_its_layers(tmp_path):
 @pytest.mark.slow
 def test_a_given_cache_counts(unread, monkeypatch):
     opened = open_model(unread)
-    with pytest.raises(MemoryError) as small:
+    with pytest.raises(MemoryError) as weights_alone:
         plan_placement(opened, CONFIG, MemoryConfig(weights="disk", device_memory=30_000))
-    page = placement.DeviceBytes(opened, CONFIG, MemoryConfig(device_memory=30_000)).page
+    memory = MemoryConfig(weights="disk", device_memory=least(weights_alone.value) + 1)
+    with pytest.raises(MemoryError) as small:
+        plan_placement(opened, CONFIG, memory)
+    page = placement.DeviceBytes(opened, CONFIG, memory).page
     with pytest.raises(MemoryError) as large:
-        plan_placement(opened, CONFIG, MemoryConfig(weights="disk", device_memory=30_000), cache_bytes=7 * page)
+        plan_placement(opened, CONFIG, memory, cache_bytes=7 * page)
     assert least(large.value) - least(small.value) == pytest.approx(6 * page / 0.9, abs=2)
     with pytest.raises(ValueError, match="one page of 16 tokens takes"):
         LLM(unread, weights="disk", cache_bytes=page - 1, **ONE)
