@@ -49,7 +49,8 @@ async def give_up(llm: AsyncLLM) -> int:
 
 async def run(model: str, max_tokens: int) -> tuple[str, list[RequestOutput]]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    async with AsyncLLM(model, max_batch=4, context=128, token_budget=32) as llm:  # small: fewer programs to compile
+    # Small sizes need fewer programs; all are compiled first, as for a server, so that no task waits for one.
+    async with AsyncLLM(model, max_batch=4, context=128, token_budget=32, compile_ahead=True) as llm:
         print("A stream:")
         text = await stream(llm, PROMPTS[0], params)
         outputs = await run_together(llm, params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import CompileMissError, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import cache as cache_module
+from jaxinfer.compiled.background import StoppedError
 from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import mosaic, reference
 from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
@@ -78,7 +81,7 @@ def cache_of_add(calls):
             reachable=lambda buckets: (kind(n=n) for n in buckets if kind is Add),
         )
 
-    return ProgramCache([spec(Add), spec(Subtract)])
+    return ProgramCache([spec(Add), spec(Subtract)], kernels=False)
 
 
 def test_misses_are_counted_and_compiled_once():
@@ -159,3 +162,84 @@ def test_compiling_is_forbidden_for_one_cache_alone():
     one, other = cache_of_add([]), cache_of_add([])
     with one.forbid_compile():
         assert other.get(Add(n=2))(jnp.zeros(2)).tolist() == [1, 1]
+
+
+class Slowly:
+    """Notes what begins to be compiled, and can be held, or refuse a size."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.refused, self.open = [], (), threading.Event()
+        compile_it = ProgramSpec.compile
+
+        def compile_slowly(spec, sizes, **options):
+            self.begun.append(sizes.n)
+            assert self.open.wait(60)
+            if sizes.n in self.refused:
+                raise RuntimeError(f"no room for {sizes.n}.\nMore of that.")
+            return compile_it(spec, sizes, **options)
+
+        monkeypatch.setattr(ProgramSpec, "compile", compile_slowly)
+        monkeypatch.setattr(cache_module, "BACKGROUND_DELAY", 0.0)
+
+    def until(self, begun):
+        """Wait until this many have begun, and nothing is compiled."""
+        give_up = time.monotonic() + 60
+        while len(self.begun) < begun or [x for x in threading.enumerate() if x.name == "jaxinfer-call"]:
+            assert time.monotonic() < give_up, self.begun
+            time.sleep(1e-3)
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    made = Slowly(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def test_a_call_goes_before_the_background(slowly):
+    cache = cache_of_add([])
+    cache.compile_in_background((1, 2, 3))
+    while slowly.begun != [1]:
+        time.sleep(1e-3)
+    call = threading.Thread(target=cache.get, args=(Add(n=3),))
+    call.start()
+    while len(slowly.begun) < 2:
+        time.sleep(1e-3)
+    slowly.open.set()
+    call.join()
+    slowly.until(3)
+    assert (slowly.begun, cache.misses, len(list(cache))) == ([1, 3, 2], 1, 3)
+    assert cache.compile_ahead((1, 2, 3)) == 0
+
+
+def test_an_error_in_the_background_is_one_line_and_leaves_the_rest_to_calls(slowly, caplog):
+    slowly.open.set()
+    slowly.refused = (2,)
+    cache = cache_of_add([])
+    cache.compile_in_background((1, 2, 3))
+    slowly.until(2)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Programs are compiled only when a request needs them, since add(n=2, m=1) could not be compiled in the "
+        "background: no room for 2."
+    )
+    assert record.exc_info is None
+    assert cache.get(Add(n=3))(jnp.zeros(3)).tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="no room for 2"):
+        cache.get(Add(n=2))
+    slowly.refused = ()
+    assert cache.get(Add(n=2))(jnp.zeros(2)).tolist() == [1, 1]
+    assert (slowly.begun, cache.misses) == ([1, 2, 3, 2, 2], 3)
+
+
+def test_nothing_is_compiled_ahead_or_in_the_background_after_the_end(slowly):
+    cache = cache_of_add([])
+    cache.compile_in_background((1, 2))
+    while slowly.begun != [1]:
+        time.sleep(1e-3)
+    cache.turns.stop()
+    slowly.open.set()
+    slowly.until(1)
+    with pytest.raises(StoppedError):
+        cache.compile_ahead((2, 4))
+    assert slowly.begun == [1]
