@@ -139,7 +139,7 @@ def profile(
     """
     with long_work(_OPENING):
         from jaxinfer.cli.display import show
-        from jaxinfer.cli.elastic.opening import check_profiled, how_to_profile, images_of, read_tasks
+        from jaxinfer.cli.elastic.opening import check_profiled, how_to_profile, images_of, levels_of, read_tasks
         from jaxinfer.cli.elastic.tables import levels_table
         from jaxinfer.elastic import Service, load_dataset
 
@@ -152,7 +152,7 @@ def profile(
     else:
         check_profiled(service, model, task)
     show(levels_table(service, task))
-    if service.latency.missing(service.levels, [1, service.batch_sizes[-1]]):
+    if service.latency.missing(levels_of(service, task), [1, service.batch_sizes[-1]]):
         note(f"[Some batches were not timed on this machine; to time them: {how_to_profile(model, task)}]")
 
 

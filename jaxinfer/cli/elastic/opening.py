@@ -37,10 +37,14 @@ def read_tasks(model: Path, folder: Path | None, names: Sequence[str]) -> dict[s
     return tasks
 
 
+def levels_of(service: Service, task: str) -> list[int]:
+    """Return the levels that a task has."""
+    return [level for level in service.levels if level <= 0 or level in service.task(task).prompts]
+
+
 def check_profiled(service: Service, model: Path, task: str) -> None:
     """Check that a task's accuracy was measured at all its levels. Raises ValueError, which says what to type."""
-    levels = [level for level in service.levels if level <= 0 or level in service.task(task).prompts]
-    for level in levels:
+    for level in levels_of(service, task):
         try:
             service.accuracy(task, level)
         except ProfileError:

@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from jaxinfer.cli.display import table
+from jaxinfer.cli.elastic.opening import levels_of
 from jaxinfer.elastic.service import Service
 
 
@@ -11,8 +12,7 @@ def levels_table(service: Service, name: str) -> Table:
 
     Times that were not measured are left out.
     """
-    task, sizes = service.task(name), service.batch_sizes
-    largest, config = sizes[-1], service.config
+    largest, config = service.batch_sizes[-1], service.config
     levels = table(
         "level",
         "tokens",
@@ -25,7 +25,7 @@ def levels_table(service: Service, name: str) -> Table:
         figures=8,
         title=f"{name}: {service.accuracy(name, 0).images} validation images; tokens in the last MLP",
     )
-    for level in (level for level in service.levels if level <= 0 or level in task.prompts):
+    for level in levels_of(service, name):
         accuracy, times = service.accuracy(name, level), [""] * 3
         if not service.latency.missing([level], [1, largest]):
             single, batch = (service.latency.seconds(level, size).p50 for size in (1, largest))
