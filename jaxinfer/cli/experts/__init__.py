@@ -126,8 +126,8 @@ def run(
 ) -> None:
     """Judge images.
 
-    It prints one line each, and a summary. It exits with status 1 if some could not be judged. Verdicts are the names of
-    an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
+    It prints one line each, and a summary. It exits with status 1 if some could not be judged. Verdicts are the names
+    of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
     """
     from jaxinfer.cli.experts import judging
     from jaxinfer.experts import System, SystemConfig
