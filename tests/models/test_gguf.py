@@ -20,7 +20,7 @@ from jaxinfer.generation.chat_template import ChatTemplates
 from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.gguf_config import config_fields
-from jaxinfer.models.files.gguf_tokenizer import tokenizer_files
+from jaxinfer.models.files.gguf_tokenizer import token_ids, tokenizer_files
 from jaxinfer.models.files.preview import Preview
 from jaxinfer.models.files.verification import compare_tensors
 from tests.models import goldens
@@ -216,6 +216,8 @@ def refuses(file: pathlib.Path, message: str) -> None:
         ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing, so words would become bytes"),
         ({"tokenizer__ggml__token_type": [1]}, "tokens has 328 entries, token_type 1"),
         ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces is not implemented"),
+        ({"tokenizer__ggml__normalizer": "lower"}, "tokenizer.ggml.normalizer=lower is not implemented"),
+        ({"tokenizer__rwkv__world": "words"}, "tokenizer.rwkv.world=words is not implemented"),
         ({"tokenizer__chat_templates": ["../x"]}, "must be names of templates"),
         ({"split__count": 3, "split__no": 1}, "part 2 of 3, and split files are not implemented; join them"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "1 missing: layers.1.mlp.up_proj.weight"),
@@ -254,6 +256,26 @@ def test_what_llama_cpp_takes_too(files, tmp_path):
     one_inside = struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 1)
     file.write_bytes(content.replace(flat, key + header + 5000 * one_inside + one + struct.pack("<i", 0)))
     refuses(file, "truncated or corrupt .arrays are nested too deeply.; fetch it again")
+
+
+TOKENIZER_KEYS = {key for key in vars(gguf.Keys.Tokenizer).values() if str(key).startswith("tokenizer.ggml.")}
+NO_EFFECT = {"cls", "mask", "seperator", "fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle"}
+ENDS = {"eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"}
+
+
+@pytest.mark.parametrize("key", sorted(TOKENIZER_KEYS))
+def test_each_key_of_a_tokenizer_has_an_effect_or_is_known_to_have_none(files, key):
+    """As llama.cpp's vocabulary takes them; other keys are refused."""
+    metadata = GgufFile(files / "llama.F32.gguf").metadata
+    name = key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")
+    if name in ENDS:
+        assert 7 in token_ids(metadata | {key: 7})["eos_token_id"]
+    elif name in NO_EFFECT | {"token_type_count"}:
+        assert token_ids(metadata | {key: 7}) == token_ids(metadata)
+        assert tokenizer_files(metadata | {key: 7}, 500) == tokenizer_files(metadata, 500)
+    else:  # the parts of the tokenizer itself, which other tests compare with llama.cpp's
+        with pytest.raises(ValueError, match=r"tokenizer\.ggml\.\*"):
+            tokenizer_files(metadata | {key: {"not": "this"}}, 500)
 
 
 def test_other_types_are_refused_by_name(tmp_path):

@@ -19,8 +19,19 @@ from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, TOKENIZER
 
 _KEY = "tokenizer.ggml."
 _ABSENT = ("none", "no_vocab")  # tokenizer.ggml.model of a file without a tokenizer
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>")
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<|end|>"),
+    *("<EOT>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+)
 """Control tokens that end a turn or a text whether the metadata says so or not, as they do in llama.cpp."""
+_HARMLESS = {
+    *("seperator_token_id", "mask_token_id", "cls_token_id", "token_type_count"),  # roles in BERT's texts alone
+    # What llama.cpp writes around gaps that a model is to fill in; a prompt of ours has its own tokens.
+    *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id"),
+    *("prefix_token_id", "suffix_token_id", "middle_token_id"),
+}
+_OTHERS = r"tokenizer\.(chat_templates?(\..*)?|huggingface\.json)"
+"""Keys outside `tokenizer.ggml.`: those that `_chat_templates` reads, and a copy that llama.cpp does not read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,8 @@ _SPLITTINGS = {
 }
 
 
+_ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""The roles of tokens that end a text, as they do in llama.cpp."""
 _NO_TOKEN = (1 << 32) - 1
 """llama.cpp's -1 for "none", as some converters write it for a padding token."""
 
@@ -70,6 +83,9 @@ class _Fields(msgspec.Struct, kw_only=True):
     eos_token_id: int | None = None
     eot_token_id: int | None = None
     eom_token_id: int | None = None
+    fim_pad_token_id: int | None = None
+    fim_rep_token_id: int | None = None
+    fim_sep_token_id: int | None = None
     padding_token_id: int | None = None
     unknown_token_id: int | None = None
     add_bos_token: bool | None = None
@@ -82,6 +98,10 @@ class _Fields(msgspec.Struct, kw_only=True):
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Self:
         """Read and check the metadata; leaves out tokens behind the last that is used, which fill up the embedding."""
+        known = {f"{_KEY}{name}" for name in (*cls.__struct_fields__, *_HARMLESS)}
+        for key, value in metadata.items():
+            if key.startswith("tokenizer.") and key not in known and not re.fullmatch(_OTHERS, key):
+                raise ValueError(f"{key}={str(value)[:40]} is not implemented; choose another model.")
         try:
             fields = msgspec.convert(
                 {key.removeprefix(_KEY): value for key, value in metadata.items() if key.startswith(_KEY)}, cls
@@ -105,7 +125,7 @@ class _Fields(msgspec.Struct, kw_only=True):
             raise ValueError(f"{_KEY}tokens has a token twice; convert the model again.")
         if fields.model == "gpt2" and not fields.merges and any(len(token) > 1 for token in fields.plain_tokens):
             raise ValueError(f"{_KEY}merges is missing, so words would become bytes; convert the model again.")
-        for role in ("bos", "eos", "eot", "eom", "padding", "unknown"):
+        for role in ("bos", "padding", "unknown", *_ENDING_ROLES):
             fields.token(role)
         return fields
 
@@ -143,10 +163,10 @@ def token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     kinds = zip(fields.tokens, fields.kinds, strict=True)
     controls = [id_ for id_, (token, kind) in enumerate(kinds) if kind == TokenType.CONTROL and token in _ENDS]
-    ends = [fields.eos_token_id, fields.eot_token_id, fields.eom_token_id, *controls]
+    ends = [*(getattr(fields, f"{role}_token_id") for role in _ENDING_ROLES if fields.token(role)), *controls]
     return {
         "bos_token_id": fields.bos_token_id,
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        "eos_token_id": list(dict.fromkeys(ends)),
     }
 
 
