@@ -18,9 +18,11 @@ from jaxinfer.elastic import ElasticError, Service
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.opened import OpenedSystem
-from jaxinfer.hub import HubError, repository, resolve
+from jaxinfer.hub import HubError, look_at, repository, resolve
+from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.verification import compare_tensors
 from tests.hub.server import COMMIT, files_of
+from tests.models.sentences import CASES_FILE, write_case
 
 NAME = "org--tiny@0123456789ab.3"
 
@@ -55,6 +57,26 @@ def test_a_new_commit_is_fetched_and_the_old_one_stays(hub, tmp_path):
     assert resolve("org/tiny") == first.with_name("org--tiny@ffffffffffff.3")
     assert resolve(f"org/tiny@{COMMIT}") == first
     assert len(_folders(tmp_path)) == 2
+
+
+def test_a_sentence_encoder_is_fetched_with_its_modules(hub, tmp_path):
+    goldens = json.loads(CASES_FILE.read_text())
+    case = next(case for case in goldens["cases"] if case["name"] == "dense_Tanh")
+    local = tmp_path / "sentences"
+    local.mkdir()
+    write_case(local, goldens, case)
+    files = {file.relative_to(local).as_posix(): file.read_bytes() for file in local.rglob("*") if file.is_file()}
+    hub.repositories["org/sentences"] = files | {"onnx/model.safetensors": b"x"}
+    assert look_at("org/sentences").description.config == convert(local, tmp_path / "local").config
+    folder = resolve("org/sentences")
+    assert sorted(hub.fetched) == sorted(files)
+    assert compare_tensors(folder, local).max_abs_diff == 0
+    assert resolve(local) != folder
+
+    del hub.repositories["org/sentences"]["2_Dense/model.safetensors"]
+    hub.commit = "f" * 40
+    with pytest.raises(HubError, match=r"has no 2_Dense/model\.safetensors: pickles can run code"):
+        resolve("org/sentences")
 
 
 def test_fetches_the_shards_that_the_index_lists(hub, tiny):
