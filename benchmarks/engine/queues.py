@@ -95,6 +95,9 @@ class InstantExecutor:
     def restart(self) -> None:
         """Do nothing: the device holds nothing."""
 
+    def compile_in_background(self) -> None:
+        """Do nothing: there are no programs."""
+
     def interrupt(self) -> None:
         """Do nothing: no thread waits for a disk."""
 
