@@ -1,9 +1,10 @@
 """`jaxinfer chat`: a conversation in the terminal, or by one turn a line of standard input."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +34,7 @@ from jaxinfer.cli.common import (
     load_llm,
     note,
     read_text,
-    sampling_params,
+    sampling_options,
 )
 from jaxinfer.progress import long_work
 
@@ -45,12 +46,22 @@ def chat(
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a Jinja chat template (default: the model's).")
     ] = None,
-    max_tokens: MaxTokensOption = 512,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Arguments of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None,
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", help="Do not show what the model thinks, from <think> to </think>.")
+    ] = False,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     stop: StopOption = None,
     seed: SeedOption = None,
     dtype: DtypeOption = None,
@@ -75,19 +86,30 @@ def chat(
     """
     with long_work(f"loading {model}"):
         from jaxinfer.cli.conversation import Conversation
+        from jaxinfer.generation import SamplingParams
         from jaxinfer.generation.chat_template import ChatTemplates
         from jaxinfer.hub import resolve
 
-        params = sampling_params(ctx)
+        options = sampling_options(ctx)
+    arguments = None if chat_template_kwargs is None else _template_arguments(chat_template_kwargs)
     template = None if chat_template is None else read_text("--chat-template", chat_template)
     folder = resolve(model)
+    _require_decoder(model, folder)
     if template is None and not ChatTemplates(folder).names:
         raise ValueError(
             f"{model} has no chat template, so it may not be a chat model: pass one with --chat-template FILE, or "
             "continue texts with jaxinfer generate."
         )
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    talk = Conversation(load_llm(ctx, max_batch=1), params, system=system, chat_template=template)
+    llm = load_llm(ctx, max_batch=1)
+    talk = Conversation(
+        llm,
+        SamplingParams.from_model(llm, chat=True, **options),
+        system=system,
+        hide_thinking=hide_thinking,
+        chat_template=template,
+        chat_template_kwargs=arguments,
+    )
     if interactive:
         note("/help lists commands; Ctrl-D exits.")
     for line in _lines(interactive):
@@ -102,6 +124,29 @@ def chat(
             if not interactive:
                 raise
             note("[stopped]")
+
+
+def _template_arguments(text: str) -> dict[str, Any]:
+    """Read `--chat-template-kwargs`."""
+    from jaxinfer.generation.chat_template import check_arguments
+
+    try:
+        return check_arguments(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--chat-template-kwargs {text}: not JSON ({error}); write for example '{{\"enable_thinking\": false}}'."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs {text}: {error}") from error
+
+
+def _require_decoder(model: Path, folder: Path) -> None:
+    """Raise ValueError for a model that cannot chat at all, of whose template nothing need be said."""
+    from jaxinfer.models import DecoderConfig
+    from jaxinfer.models.files.description import Description, require_transformer
+
+    if not isinstance(require_transformer(model, Description.read(folder).config), DecoderConfig):
+        raise ValueError(f"{model} is an encoder, which writes no text; compute vectors with jaxinfer embed.")
 
 
 def _lines(interactive: bool) -> Iterator[str]:

@@ -21,12 +21,31 @@ PromptsFileOption = Annotated[
     Path | None,
     typer.Option(help="File with one prompt per line; .jsonl: one object per line with `prompt` or `token_ids`."),
 ]
-MaxTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
-TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
-TopKOption = Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 keeps all.")]
-TopPOption = Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")]
-MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest one's probability.")]
-RepetitionPenaltyOption = Annotated[float, typer.Option(help="Penalty for repeated tokens; above 1 discourages them.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Maximum number of tokens to generate (default: the model's, or 128; 512 in a chat).")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy (default: the model's, or 1).")
+]
+TopKOption = Annotated[
+    int | None, typer.Option(help="Sample from the k likeliest tokens; 0 keeps all (default: the model's, or 0).")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the smallest set of tokens with this total probability (default: the model's, or 1)."
+    ),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens below this fraction of the likeliest one's probability (default: the model's, or 0)."
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(help="Penalty for repeated tokens; above 1 discourages them (default: the model's, or 1)."),
+]
 StopOption = Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")]
 SeedOption = Annotated[int | None, typer.Option(help="Random seed; the same seed generates the same text.")]
 ContextOption = Annotated[int | None, typer.Option(help="Maximum tokens per sequence (default: the model's).")]
@@ -108,16 +127,17 @@ SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_
 """Options of `SamplingParams` that commands have by the same name."""
 
 
-def sampling_params(ctx: typer.Context, **others: Any) -> "SamplingParams":
-    """Return a command's sampling options, the ones above and the others given."""
+def sampling_options(ctx: typer.Context, **others: Any) -> dict[str, Any]:
+    """Return the sampling options that a command is given, for `SamplingParams.from_model`, and others.
+
+    Raises ValueError for wrong ones, before a model is fetched.
+    """
     from jaxinfer.generation import SamplingParams
 
-    return SamplingParams(
-        **{name: ctx.params[name] for name in SAMPLING},
-        stop=tuple(ctx.params["stop"] or ()),
-        adapter=ADAPTER if ctx.params["adapter"] else None,
-        **others,
-    )
+    given = {name: value for name in SAMPLING if (value := ctx.params[name]) is not None}
+    given |= {"stop": tuple(ctx.params["stop"] or ()), "adapter": ADAPTER if ctx.params["adapter"] else None, **others}
+    SamplingParams(**given)
+    return given
 
 
 def load_llm(ctx: typer.Context, *, max_batch: int, **options: "Unpack[ModelOptions]") -> "LLM":

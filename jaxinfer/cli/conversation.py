@@ -3,12 +3,17 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Unpack
 
 from jaxinfer.cli.common import compile_for, length_note, note, read_text
+from jaxinfer.cli.thinking import BEGIN, AnswerPrinter
 from jaxinfer.disk_cache import write_atomically
 from jaxinfer.generation import LLM, FinishReason, Request, SamplingParams
-from jaxinfer.generation.chat_template import Messages, check_messages
+from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages
 from jaxinfer.generation.text import encode_chat
+
+TAG_TOKENS = 16
+"""The most tokens of `<think>` and the blanks after it: one a character."""
 
 HELP = """\
 /help             show this list
@@ -29,11 +34,20 @@ class Conversation:
       llm: the model.
       params: how to answer.
       system: the system prompt, or None.
-      chat_template: a template in place of the model's.
+      hide_thinking: whether a model's thinking is not printed; in a terminal it is dimmed otherwise.
+      options: how the conversation is written as text.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, *, system: str | None, chat_template: str | None):
-        self._llm, self._params, self._template = llm, params, chat_template
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        hide_thinking: bool = False,
+        **options: Unpack[ChatOptions],
+    ):
+        self._llm, self._params, self._hides, self._options = llm, params, hide_thinking, options
         self._context = llm.engine.config.context
         self.messages: Messages = []
         self.system(system or "")
@@ -128,18 +142,19 @@ class Conversation:
         messages, request = self._request(messages)
         compile_for(self._llm, request)
         output, text = None, ""
+        printer = AnswerPrinter(opened=self._opens_thinking(request), hide=self._hides)
         stream = self._llm.stream([request])
         try:
             for output in stream:
-                printed, text = len(text), output.outputs[0].text
-                print(text[printed:], end="", flush=True)
+                text = output.outputs[0].text
+                printer.show(text)
         except KeyboardInterrupt:
             stream.close()
             if text:
-                print(flush=True)
+                printer.end()
                 self.messages = [*messages, {"role": "assistant", "content": text}]
             raise
-        print(flush=True)
+        printer.end()
         assert output is not None, "a prepared request yields at least once"
         if (error := output.outputs[0].error) is not None:
             raise ValueError(error)
@@ -163,7 +178,13 @@ class Conversation:
         return messages, request
 
     def _encode(self, messages: Messages) -> list[int]:
-        return encode_chat(self._llm.tokenizer, messages, chat_template=self._template)
+        return encode_chat(self._llm.tokenizer, messages, **self._options)
+
+    def _opens_thinking(self, request: Request) -> bool:
+        """Whether the template has begun the answer with `<think>`."""
+        assert self._llm.tokenizer is not None, "the conversation was encoded"
+        last = list(request.prompt_token_ids[-TAG_TOKENS:])
+        return self._llm.tokenizer.decode(last, skip_special_tokens=False).rstrip().endswith(BEGIN)
 
 
 def _file(command: str, text: str) -> Path:

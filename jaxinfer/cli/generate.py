@@ -38,7 +38,7 @@ from jaxinfer.cli.common import (
     note,
     read_prompts,
     read_text,
-    sampling_params,
+    sampling_options,
 )
 from jaxinfer.progress import long_work
 
@@ -55,12 +55,12 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt; repeatable.")] = None,
     prompts_file: PromptsFileOption = None,
     token_ids: Annotated[list[str] | None, typer.Option(help="Prompt as token ids, such as 5,17,3.")] = None,
-    max_tokens: MaxTokensOption = 128,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     stop: StopOption = None,
     n: Annotated[int, typer.Option("--n", help="Number of completions per prompt.")] = 1,
     seed: SeedOption = None,
@@ -105,11 +105,14 @@ def generate(
     """
     prompts = read_prompts([*(texts or ()), *(prompt or ())], prompts_file, token_ids or [])
     with long_work(f"loading {model}"):
+        from jaxinfer.generation import SamplingParams
+
         structured = _structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern)
-        params = sampling_params(ctx, n=n, ignore_eos=ignore_eos, logprobs=logprobs, structured_outputs=structured)
+        options = sampling_options(ctx, n=n, ignore_eos=ignore_eos, logprobs=logprobs, structured_outputs=structured)
         start = time.perf_counter()
         llm = load_llm(ctx, max_batch=max_batch)
         loaded = time.perf_counter() - start
+        params = SamplingParams.from_model(llm, **options)
     if as_json:
         _print_json(llm, prompts, params)
     else:

@@ -36,9 +36,13 @@ def read_trace[T: Arriving](file: str | os.PathLike[str], kind: type[T], *, name
       kind: the class of the items.
       name: an item's name in errors, such as "a query".
 
-    Raises OSError, and ValueError that names file and line.
+    Raises ValueError that names file and line, also for a file that cannot be read.
     """
-    items = read_lines(file, Path(file).read_bytes().splitlines(), kind, name=name)
+    try:
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; name a trace, one JSON object a line.") from error
+    items = read_lines(file, lines, kind, name=name)
     for number, (before, item) in enumerate(itertools.pairwise(items), 2):
         if item.arrival < before.arrival:
             raise ValueError(f"{file}:{number}: arrives before the line above does; sort the lines.")

@@ -30,6 +30,7 @@ _Documents = Annotated[list[dict[str, Any]], Meta(description="a list of dicts s
 _Arguments = Annotated[dict[str, Any], Meta(description="a dict of arguments by name")]
 _Templates = str | dict[str, str] | list[dict[str, str]] | None
 
+_OWN_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field with a model's reasoning
 _END = "END_OF_THE_LAST_MESSAGE "  # ends in a blank, which is missing where a template trims a message
 
@@ -113,10 +114,7 @@ class ChatTemplates:
             "documents": _check_json("documents", documents, _Documents | None),
             "add_generation_prompt": add_generation_prompt,
         }
-        further = _check_json("chat_template_kwargs", chat_template_kwargs, _Arguments | None) or {}
-        if taken := sorted(further.keys() & arguments.keys()):
-            raise ValueError(f"chat_template_kwargs holds {', '.join(taken)}: give it as an argument of its own.")
-        arguments |= self._special_tokens | further
+        arguments |= self._special_tokens | check_arguments(chat_template_kwargs)
         template = _compiled(self._find(check("chat_template", chat_template, str | None), tools is not None))
         if continue_final_message:
             return _without_end(messages, lambda: _render(template, arguments))
@@ -151,6 +149,17 @@ def check_options(options: ChatOptions) -> ChatOptions:
     if unknown := options.keys() - ChatOptions.__annotations__.keys():
         raise TypeError(f"chat has no option {', '.join(unknown)}; known: {', '.join(ChatOptions.__annotations__)}.")
     return cast(ChatOptions, {name: _check_json(name, value, Any) for name, value in options.items()})
+
+
+def check_arguments(arguments: object) -> dict[str, Any]:
+    """Return a copy of `chat_template_kwargs`, empty for None.
+
+    Raises ValueError for what is no dict of JSON, or holds what `ChatTemplates.render` has by another name.
+    """
+    copied: dict[str, Any] = _check_json("chat_template_kwargs", arguments, _Arguments | None) or {}
+    if taken := sorted(copied.keys() & _OWN_ARGUMENTS):
+        raise ValueError(f"chat_template_kwargs holds {', '.join(taken)}: give it as an argument of its own.")
+    return copied
 
 
 def _check_json(name: str, value: object, kind: Any) -> Any:

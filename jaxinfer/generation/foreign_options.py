@@ -107,6 +107,8 @@ MODEL: Mapping[str, str] = {
     "max_cpu_loras": "use adapter_bytes",
     "chat_template": "give it to chat",
     "seed": "use SamplingParams(seed=...)",
+    "generation_config": "give SamplingParams(), which is neutral, to leave out what the model names",
+    "override_generation_config": "give SamplingParams.from_model(model, ...)",
     "disable_log_stats": "use the method stats",
     "task": "use Embedder for vectors, LLM for text",
     "runner": "use Embedder for vectors, LLM for text",

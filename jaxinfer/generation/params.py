@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import math
-from typing import Annotated, Any, ClassVar
+import os
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from msgspec import Meta
 
@@ -18,6 +19,9 @@ from jaxinfer.generation.fields import (
     shown,
 )
 from jaxinfer.generation.foreign_options import SAMPLING, refuses
+from jaxinfer.hub import resolve
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import OpenedModel
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
 MAX_STOP_TOKEN_IDS = 16
@@ -30,6 +34,8 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_BAD_WORDS = 10_000
 MAX_BAD_WORD_TOKENS = 512  # in bad words of several tokens
 MAX_LOGITS_PROCESSORS = 64
+CHAT_TOKENS = 512
+"""`max_tokens` of an answer in a chat for which neither the caller nor the model names it."""
 MAX_INT = 2**30  # for values that are added to a length on the device, in int32
 
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # the engine knows which of these its model has
@@ -121,10 +127,20 @@ _COLLECTIONS = {
 }
 
 
+class _HasModel(Protocol):
+    """An `LLM` or `AsyncLLM`."""
+
+    @property
+    def model(self) -> OpenedModel: ...
+
+
 @refuses(SAMPLING)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options of continuing one prompt.
+
+    The defaults are neutral: every token may be drawn, with the model's own probabilities. `from_model` has those that
+    the model names; `generate` and `chat` without options use them.
 
     Attributes:
       max_tokens: the most tokens to generate; None: until the context is full.
@@ -206,6 +222,31 @@ class SamplingParams:
         Meta(max_length=MAX_LOGITS_PROCESSORS, description=f"at most {MAX_LOGITS_PROCESSORS} names"),
     ] = ()
     priority: Priority = 0
+
+    @classmethod
+    def from_model(
+        cls, model: str | os.PathLike[str] | Description | _HasModel, *, chat: bool = False, **options: Any
+    ) -> Self:
+        """Return the options that `generate` and `chat` use where none are given, with these changed.
+
+        They are what the model's `generation_config.json` names (temperature, top_k, top_p, min_p, repetition_penalty,
+        max_new_tokens), and otherwise the neutral defaults above.
+
+        Args:
+          model: a model directory or what stands for one, as in `LLM`; or an `LLM` or `AsyncLLM`.
+          chat: whether for `chat`, where `max_tokens` is 512 unless the model names it.
+          options: options that go before the model's.
+
+        Raises as `LLM` for a model that cannot be found, and as this class for wrong options.
+
+        >>> SamplingParams.from_model("examples/demo_model", max_tokens=16).max_tokens  # doctest: +SKIP
+        16
+        """
+        if isinstance(model, str | os.PathLike):
+            model = Description.read(resolve(model))
+        description = model if isinstance(model, Description) else model.model.description
+        usual: dict[str, Any] = {"max_tokens": CHAT_TOKENS} if chat else {}
+        return cls(**{**usual, **description.sampling.named, **options})
 
     def __post_init__(self) -> None:
         for name, empty in _COLLECTIONS.items():  # None is vLLM's and OpenAI's way to leave out a list or a mapping

@@ -261,6 +261,35 @@ def test_a_text_ends_by_all_tokens_that_any_file_names(hf, out, token):
     assert (description.bos_id, description.eos_ids) == (1, (2, 3, 4, 5))
 
 
+def test_sampling_defaults_are_stored(hf, out, caplog):
+    _edit(hf / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, max_new_tokens=9, num_beams=4)
+    description = convert(hf, out)
+    assert description.sampling.named == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert Description.read(out) == description
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{hf}/generation_config.json: not supported, so texts are generated without: num_beams=4."
+    ]
+
+
+def test_a_wrong_sampling_default_is_refused(hf, out):
+    _edit(hf / "generation_config.json", top_p=2)
+    _refuses(hf, out, r"generation_config\.json: top_p=2: expected `float` <= 1.0")
+
+
+def test_a_description_without_sampling_defaults_has_none(hf, out):
+    description = convert(hf, out)
+    fields = json.loads(description.to_json())
+    assert fields.pop("sampling") == {}
+    (out / "config.json").write_text(json.dumps(fields))
+    assert Description.read(out).sampling.named == {}
+
+
+def test_a_model_directory_is_not_converted_again(hf, out, tmp_path):
+    convert(hf, out)
+    with pytest.raises(CheckpointError, match="model: a model directory already, which every command takes as it is"):
+        convert(out, tmp_path / "again")
+
+
 def test_special_tokens_outside_the_vocabulary_are_left_out(hf, out, caplog):
     _edit(hf / "generation_config.json", bos_token_id=64, eos_token_id=[63, 50256, -1])
     description = convert(hf, out)

@@ -262,14 +262,14 @@ def report(
 
     It prints tables, and writes a page with the figures of OTAS's evaluation.
     """
-    require_extra("matplotlib", "elastic report")
     with long_work("reading runs"):
         from jaxinfer.cli.display import show
-        from jaxinfer.evaluation.elastic.report import write_report
         from jaxinfer.evaluation.elastic.runs import read_runs
         from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 
         recorded = read_runs(runs)
+        require_extra("matplotlib", "elastic report")
+        from jaxinfer.evaluation.elastic.report import write_report
     show(*(terminal_table(cell, group) for cell, group in by_cell(recorded).items()))
     with long_work("drawing figures"):
         write_report(out, recorded)

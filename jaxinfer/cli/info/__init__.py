@@ -11,6 +11,8 @@ import typer
 from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jaxinfer.models.config import MlpConfig, TransformerConfig, VisionConfig, ViTConfig
     from jaxinfer.models.files.description import Description
 
@@ -45,7 +47,7 @@ def info(
     from jaxinfer.cli.info.kernels import print_kernels
     from jaxinfer.compiled.target import Target
     from jaxinfer.generation.execution.memory import device_tenants
-    from jaxinfer.models import VisionConfig
+    from jaxinfer.models import DecoderConfig, VisionConfig
     from jaxinfer.models.devices import bytes_per_device, default_dtype
     from jaxinfer.models.files.description import weight_format
     from jaxinfer.models.fitting import fit
@@ -89,6 +91,7 @@ def info(
         ("active parameters", f"{active:,}" if active < parameters else ""),
         ("stored as", description.quantization or description.dtype),
         *shown.rows.items(),
+        *(_text_rows(description, shown.ends) if isinstance(config, DecoderConfig) else ()),
         ("mesh", ", ".join(f"{axis}={getattr(layout, axis)}" for axis in layout.AXES)),
         ("stages", "" if stages is None else stages),
     ):
@@ -110,10 +113,11 @@ def info(
 
 @dataclasses.dataclass(frozen=True)
 class _Shown:
-    """A model to show: its description, and rows of what else is known of it."""
+    """A model to show: its description, rows of what else is known of it, and the texts of its end-of-text tokens."""
 
     description: "Description"
     rows: dict[str, str]
+    ends: "Mapping[int, str]"
 
 
 def _look_at(model: str) -> _Shown:
@@ -131,26 +135,41 @@ def _look_at(model: str) -> _Shown:
     return _Shown(
         seen.description,
         {"fetched from": seen.source, "converted": "not yet: on first use, or with `jaxinfer convert`"},
+        seen.ends,
     )
 
 
 def _converted(directory: Path) -> _Shown:
     from rich.filesize import decimal
 
-    from jaxinfer.checkpoints import read_manifest
+    from jaxinfer.checkpoints import read_file, read_manifest
     from jaxinfer.models import VisionConfig
     from jaxinfer.models.files.conversion import source_of
     from jaxinfer.models.files.description import Description
+    from jaxinfer.models.files.tokenizer_files import TOKENIZER, token_texts
 
     manifest, description = read_manifest(directory), Description.read(directory)
-    reads_images = isinstance(description.config, VisionConfig)
+    reads_images, tokenizer = isinstance(description.config, VisionConfig), read_file(directory, TOKENIZER)
     rows = {
         "fetched from": source_of(directory),
         "stored bytes": decimal(manifest.bytes),
         "layer files": _layer_files(directory),
-        "tokenizer": "" if reads_images else _tokenizer(directory),
+        "tokenizer": "" if reads_images else "no: token ids only" if tokenizer is None else "yes",
     }
-    return _Shown(description, rows)
+    return _Shown(description, rows, token_texts(description.eos_ids, tokenizer, {}))
+
+
+def _text_rows(description: "Description", ends: "Mapping[int, str]") -> list[tuple[str, object]]:
+    """Return the tokens that end a text, and the sampling defaults, of a decoder."""
+    from jaxinfer.generation import SamplingParams
+
+    texts = ", ".join(f"{id_} {ends.get(id_, '')}".rstrip() for id_ in description.eos_ids)
+    params = SamplingParams.from_model(description)
+    values = ", ".join(f"{name}={getattr(params, name)}" for name in description.sampling.named)
+    return [
+        ("ends of text", texts or "none: texts end by their length or stop strings"),
+        ("sampling defaults", values or "neutral: the model names none"),
+    ]
 
 
 def _transformer_rows(config: "TransformerConfig") -> list[tuple[str, object]]:
@@ -204,12 +223,6 @@ def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
         ("images", f"{config.image_size} x {config.image_size}"),
         ("labels", labels if config.labels else "none: it returns only vectors"),
     ]
-
-
-def _tokenizer(directory: Path) -> str:
-    from jaxinfer.checkpoints import read_file
-
-    return "no: token ids only" if read_file(directory, "tokenizer.json") is None else "yes"
 
 
 def _layer_files(directory: Path) -> str:

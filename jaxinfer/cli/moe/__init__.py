@@ -28,7 +28,7 @@ from jaxinfer.cli.common import (
     load_llm,
     read_prompts,
     read_text,
-    sampling_params,
+    sampling_options,
 )
 from jaxinfer.progress import long_work
 
@@ -54,12 +54,12 @@ def load(
     plot: Annotated[
         Path | None, typer.Option(help="Draw a heat map of layers and experts into this .png or .svg file.")
     ] = None,
-    max_tokens: MaxTokensOption = 128,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     stop: StopOption = None,
     seed: SeedOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")] = False,
@@ -84,9 +84,11 @@ def load(
     prompts = read_prompts([], prompts_file, [])
     config = _require_experts(model)
     with long_work(f"loading {model}"):
-        params = sampling_params(ctx, ignore_eos=ignore_eos)
+        from jaxinfer.generation import SamplingParams
+
+        options = sampling_options(ctx, ignore_eos=ignore_eos)
         llm = load_llm(ctx, max_batch=max_batch, expert_load=True)
-    llm.generate(prompts, params)
+    llm.generate(prompts, SamplingParams.from_model(llm, **options))
     counted = llm.stats().expert_load
     assert counted is not None, "a prompt has at least one token"
 

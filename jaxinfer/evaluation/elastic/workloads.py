@@ -161,5 +161,5 @@ def burstiness(arrivals: np.ndarray) -> Mapping[str, float]:
 
 
 def read_trace(file: str | os.PathLike[str]) -> list[Query]:
-    """Read a trace of queries (see `evaluation.traces`). Raises OSError, ValueError that names file and line."""
+    """Read a trace of queries (see `evaluation.traces`). Raises ValueError that names file and line."""
     return traces.read_trace(file, Query, name="a query")

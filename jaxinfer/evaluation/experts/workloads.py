@@ -66,7 +66,7 @@ def _draw_route(graph: ExpertGraph, first: str, rng: np.random.Generator) -> tup
 def read_trace(file: str | os.PathLike[str], graph: ExpertGraph) -> list[TraceRequest]:
     """Read a trace of inputs (see `evaluation.traces`).
 
-    Raises OSError, ValueError that names file and line, RoutingError for experts that are not in the graph.
+    Raises ValueError that names file and line, RoutingError for experts that are not in the graph.
     """
     trace = traces.read_trace(file, TraceRequest, name="an input")
     for name in {name: None for item in trace for name in item.experts}:

@@ -86,7 +86,7 @@ class AsyncLLM(EngineHolder):
 
         Args:
           prompt: the prompt.
-          sampling_params: how to continue it, or PoolingParams to embed it.
+          sampling_params: how to continue it, or PoolingParams to embed it; None: as in `SamplingParams.from_model`.
           request_id: your own name for the request; None: a new one.
 
         Raises the ValueError that they would raise for this prompt.
@@ -125,9 +125,8 @@ class AsyncLLM(EngineHolder):
         cannot take.
         """
         messages, options = check_messages(messages), check_options(options)
-        return self._stream(
-            lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), sampling_params, request_id)
-        )
+        params = SamplingParams.from_model(self, chat=True) if sampling_params is None else sampling_params
+        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), params, request_id))
 
     async def embed(
         self,

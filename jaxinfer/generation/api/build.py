@@ -41,6 +41,7 @@ from jaxinfer.generation.execution.whole import WholeDecoderPasses, WholeEncoder
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.foreign_options import unknown_options
 from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
@@ -108,6 +109,7 @@ def build_engine(
         context=config.context,
         tokenizer=tokenizer,
         generates=not encodes,
+        defaults=SamplingParams.from_model(model.description),
         logits_processors=tuple(processors),
         adapters=adapters,
         sentence=model.description.sentence,

@@ -105,7 +105,7 @@ class LLM(EngineHolder):
 
         Args:
           prompt: the prompt.
-          sampling_params: how to continue it.
+          sampling_params: how to continue it; None: as in `SamplingParams.from_model`.
           request_id: your own name for the request, which its outputs have; None: a new one.
 
         Raises the ValueError that `generate` would raise for this prompt.
@@ -119,7 +119,7 @@ class LLM(EngineHolder):
 
         Args:
           prompts: one or several prompts, each a text, a list of token ids, or a request from `prepare`.
-          sampling_params: one for all, or one each; None for requests, which have theirs.
+          sampling_params: one for all, or one each; None: as in `SamplingParams.from_model`. Requests have theirs.
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
@@ -194,19 +194,19 @@ class LLM(EngineHolder):
 
         Args:
           messages: the conversation.
-          sampling_params: how to continue it.
+          sampling_params: how to continue it; None: as in `SamplingParams.from_model` with `chat=True`.
           options: `ChatOptions`: tools, documents, chat_template, chat_template_kwargs, add_generation_prompt,
             continue_final_message.
 
         Raises ValueError for a conversation or options that the template cannot take.
         """
-        return self.generate([encode_chat(self.tokenizer, messages, **options)], sampling_params)[0]
+        params = SamplingParams.from_model(self, chat=True) if sampling_params is None else sampling_params
+        return self.generate([encode_chat(self.tokenizer, messages, **options)], params)[0]
 
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
         batch = as_list(prompts)
         if params is not None and any(isinstance(prompt, Request) for prompt in batch):
             raise ValueError("A prepared request already has SamplingParams: do not pass others with it.")
-        params = SamplingParams() if params is None else params
         given = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(given) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: pass one, or one per prompt.")

@@ -73,7 +73,8 @@ class SharedConfig:
                 name, value = field.name, options.get(field.name, field.default)
                 if name not in known and value != field.default:
                     raise ValueError(
-                        f"{name}={value!r} is for {other.kind}s; this {cls.kind} takes {', '.join(known)}."
+                        f"{cls.__name__}.{name}={value!r} is for {other.kind}s, and this model is "
+                        f"{'an' if cls.kind == 'encoder' else 'a'} {cls.kind}: leave it out."
                     )
         known_options = {name: value for name, value in options.items() if name in known}
         return cls(max_batch=max_batch, context=context, **known_options)

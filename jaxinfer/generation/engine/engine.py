@@ -109,7 +109,7 @@ class Engine:
         """Check a prompt and make a request, not yet queued; in any thread. A prepared request stays as it is.
 
         Args:
-          params: the prompt's params; a prepared request has its own.
+          params: the prompt's params; None: the model's defaults. A prepared request has its own.
           request_id: the caller's own name for the request; None: a new one; a prepared request has its own.
 
         Raises ValueError for a request that this engine could never run, or that another engine has prepared;
@@ -121,7 +121,7 @@ class Engine:
             self.inputs.check_own(prompt)
             return prompt
         self._origin.check()
-        request = self.inputs.process(prompt, SamplingParams() if params is None else params, request_id)
+        request = self.inputs.process(prompt, params, request_id)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)
 

@@ -32,6 +32,7 @@ class InputProcessor:
       context: how many tokens a sequence can have.
       tokenizer: the model's tokenizer, or None for token ids only.
       generates: whether the model can generate, or only embed.
+      defaults: the params of prompts without; None: the neutral ones.
       logits_processors: the names that requests can give.
       adapters: the adapters that requests can name, or None.
       sentence: how texts to embed become tokens; None: the model's directory does not say.
@@ -46,6 +47,7 @@ class InputProcessor:
         context: int,
         tokenizer: Tokenizer | None,
         generates: bool,
+        defaults: SamplingParams | None = None,
         logits_processors: Collection[str] = (),
         adapters: AdapterCache | None = None,
         sentence: SentenceConfig | None = None,
@@ -54,21 +56,26 @@ class InputProcessor:
         self._sentence, self._pooler = sentence, pooler
         self.tokenizer, self.adapters = tokenizer, adapters
         self._vocab, self._eos_ids, self._context, self._generates = vocab, eos_ids, context, generates
+        self._defaults = SamplingParams() if defaults is None else defaults
         self._logits_processors = logits_processors
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._ids = map(f"{secrets.token_hex(4)}-{{}}".format, itertools.count())  # no caller thinks of such a name
         self._identity = object()
 
-    def process(self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None = None) -> Request:
+    def process(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams | None = None, request_id: str | None = None
+    ) -> Request:
         """Make a request for one prompt, still without its grammar.
 
         Args:
+          params: the prompt's params; None: the model's defaults.
           request_id: the caller's own name for it; None: a new one.
 
         Raises ValueError for an invalid prompt or params, an empty prompt, unknown token ids, text without a
         tokenizer, an unknown adapter or logits processor, or sampling from an encoder.
         """
+        params = self._defaults if params is None else params
         if not isinstance(params, SamplingParams | PoolingParams):
             raise ValueError(f"sampling_params must be SamplingParams or PoolingParams, got {shown(params)}.")
         if isinstance(params, PoolingParams):

@@ -9,7 +9,7 @@ import pathlib
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
+from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, is_complete, read_file
 from jaxinfer.checkpoints.huggingface import SINGLE, SafetensorsFolder, TensorInfo, read_json, read_json_list
 from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.checkpoints.paths import find_gguf
@@ -53,6 +53,7 @@ from jaxinfer.models.families.sentence_transformers import (
     sentence_modules,
 )
 from jaxinfer.models.files.description import CONFIG, Description, SentenceConfig, parse_dtype, parse_quantization
+from jaxinfer.models.files.generation_config import GENERATION, SamplingDefaults, read_sampling
 from jaxinfer.models.files.tokenizer_config import TOKENIZER_CONFIG
 from jaxinfer.models.files.tokenizer_files import (
     CHAT_TEMPLATES,
@@ -69,7 +70,7 @@ from jaxinfer.progress import ProgressOption, long_work, showing
 
 log = logging.getLogger(__name__)
 
-GENERATION, LABELS = "generation_config.json", "labels.txt"
+LABELS = "labels.txt"
 SOURCE = "source.json"
 """In a model directory that was converted from a repository of the hub: which, and which commit of it."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -99,14 +100,19 @@ class HuggingFaceModel:
                 f"{path}: no such directory; name one with config.json and safetensors files, or a repository of the "
                 "hub as ORG/NAME."
             )
+        if self.path.is_dir() and is_complete(self.path):
+            raise CheckpointError(
+                f"{path}: a model directory already, which every command takes as it is; to store it in another "
+                "format, convert what it was made from."
+            )
         if gguf := find_gguf(self.path):
             from jaxinfer.models.files.gguf_model import GgufModel
 
             self.path, self._tensors = gguf, GgufModel(gguf)
-            fields = self._tensors.fields
+            fields, generation = self._tensors.fields, self._tensors.generation
         else:
             self._tensors = SafetensorsFolder(self.path)
-            fields = read_json(self.path / CONFIG)
+            fields, generation = read_json(self.path / CONFIG), read_json(self.path / GENERATION)
         try:
             family, config = self._describe(fields)
             self.sentence = sentence_files(self.path, config)
@@ -118,7 +124,7 @@ class HuggingFaceModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self.model_type: str = fields.get("model_type", family.model_types[0])
-        self._special_tokens = read_json(self.path / GENERATION), fields, fields.get("text_config", {})
+        self._fields, self._generation = fields, generation
         self.left_out = tuple(
             name for name in self._tensors.shapes if re.fullmatch(family.left_out, family.plain_name(name))
         )
@@ -195,32 +201,78 @@ class HuggingFaceModel:
             default_prompt=self.sentence.default_prompt,
         )
 
-    def token_ids(self, role: str) -> tuple[int, ...]:
-        """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
+    def describe(self, *, dtype: str | None = None, quantize: str | None = None) -> Description:
+        """Return the description of the model directory, in which matrices are stored as `convert` is asked to.
 
-        Texts end by all tokens that configs and tokenizer name. They begin by that of the first file which names one:
-        `generation_config.json`, `config.json`, its `text_config`.
-
-        Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
-        the model can neither read nor write them.
+        Warns of tokens and fields that are left out.
         """
-        if isinstance(self.config, VisionConfig):
-            return ()
-        named = [ids for fields in self._special_tokens if (ids := _ids(self.path, role, fields.get(role)))]
-        if role == "eos_token_id" and isinstance(self.config, DecoderConfig):
-            if isinstance(self._tensors, SafetensorsFolder):
-                named.append(self._tokenizer.end_of_text)
-        else:
-            named = named[:1]
-        ids, vocab = tuple(dict.fromkeys(itertools.chain.from_iterable(named))), self.config.vocab
-        for outside in (i for i in ids if not 0 <= i < vocab):
-            log.warning("%s: %s=%d is left out: the vocabulary has %d tokens.", self.path, role, outside, vocab)
-        return tuple(i for i in ids if 0 <= i < vocab)
+        reads_texts = isinstance(self.config, DecoderConfig) and isinstance(self._tensors, SafetensorsFolder)
+        ends = self._tokenizer.end_of_text if reads_texts else ()
+        return Description(
+            family=self.model_type,
+            config=self.config,
+            dtype=parse_dtype(dtype) or self.dtype,
+            quantization=parse_quantization(quantize),
+            sentence=self.texts,
+            **describe_texts(self.path, self._fields, self._generation, self.config, ends),
+        )
 
 
 def _of_one_dtype(parts: list[np.ndarray]) -> list[np.ndarray]:
     """Cast the parts of a leaf to float32 if their dtypes differ: it has the values of bfloat16 and of float16."""
     return parts if len({part.dtype for part in parts}) == 1 else [part.astype(np.float32) for part in parts]
+
+
+def describe_texts(
+    path: pathlib.Path,
+    fields: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    config: ModelConfig,
+    ends: tuple[int, ...],
+) -> dict[str, Any]:
+    """Return what a `Description` says of texts: how they begin and end, and which sampling defaults they have.
+
+    Warns of tokens and fields that are left out.
+
+    Args:
+      path: the directory, or the GGUF file.
+      fields: of `config.json`.
+      generation: of `generation_config.json`.
+      config: the model; one of images has no texts.
+      ends: the ends of a text to the tokenizer of a decoder.
+    """
+    if isinstance(config, VisionConfig):
+        return {}
+    sources = generation, fields, fields.get("text_config", {})
+    decodes, file = isinstance(config, DecoderConfig), path / GENERATION if path.is_dir() else path
+    return {
+        "bos_id": next(iter(_token_ids(path, "bos_token_id", sources, config.vocab)), None),
+        "eos_ids": _token_ids(path, "eos_token_id", sources, config.vocab, ends if decodes else None),
+        "sampling": read_sampling(file, generation) if decodes else SamplingDefaults(),
+    }
+
+
+def _token_ids(
+    path: pathlib.Path,
+    role: str,
+    sources: Iterable[Mapping[str, Any]],
+    vocab: int,
+    further: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+    """The ids of `bos_token_id` or `eos_token_id`: none, one or several.
+
+    They are those of the first file that names some: `generation_config.json`, `config.json`, its `text_config`; with
+    `further` ones those of all files and these.
+
+    Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
+    the model can neither read nor write them.
+    """
+    named = [ids for fields in sources if (ids := _ids(path, role, fields.get(role)))]
+    named = named[:1] if further is None else [*named, further]
+    ids = tuple(dict.fromkeys(itertools.chain.from_iterable(named)))
+    for outside in (i for i in ids if not 0 <= i < vocab):
+        log.warning("%s: %s=%d is left out: the vocabulary has %d tokens.", path, role, outside, vocab)
+    return tuple(i for i in ids if 0 <= i < vocab)
 
 
 def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
@@ -308,15 +360,7 @@ def convert(
     model = HuggingFaceModel(hf_dir)
     if model.left_out:
         log.warning("%s: %d tensors are left out, as only the part that reads text runs.", hf_dir, len(model.left_out))
-    description = Description(
-        family=model.model_type,
-        config=model.config,
-        dtype=parse_dtype(dtype) or model.dtype,
-        quantization=parse_quantization(quantize),
-        bos_id=next(iter(model.token_ids("bos_token_id")), None),
-        eos_ids=model.token_ids("eos_token_id"),
-        sentence=model.texts,
-    )
+    description = model.describe(dtype=dtype, quantize=quantize)
     files = model.tokenizer_files()
     leaves = canonical_leaves(model.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())

@@ -21,6 +21,7 @@ from jaxinfer.models.config import (
     ViTConfig,
     YoloConfig,
 )
+from jaxinfer.models.files.generation_config import SamplingDefaults
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
@@ -70,6 +71,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bos_id: int | None
     eos_ids: tuple[int, ...]
     sentence: SentenceConfig | None = None
+    sampling: SamplingDefaults = SamplingDefaults()
     config: dict[str, Any]
 
 
@@ -84,6 +86,7 @@ class Description:
       bos_id: the token that begins a text.
       eos_ids: the tokens that end one.
       sentence: how texts to embed become tokens; None: an older version of jaxinfer wrote the directory without it.
+      sampling: the values that its files name for sampling.
     """
 
     family: str
@@ -93,6 +96,7 @@ class Description:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     sentence: SentenceConfig | None = dataclasses.field(default_factory=SentenceConfig)
+    sampling: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -140,6 +144,7 @@ class Description:
             bos_id=file_fields.bos_id,
             eos_ids=file_fields.eos_ids,
             sentence=file_fields.sentence,
+            sampling=file_fields.sampling,
         )
 
 

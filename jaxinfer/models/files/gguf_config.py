@@ -83,6 +83,8 @@ _KEYS = (
     *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
 )
+_SAMPLING = "general.sampling."
+_SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _ABSENT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 """Keys that say, with these values, that a model has no such part."""
 
@@ -136,6 +138,18 @@ def config_fields(
         "tie_word_embeddings": "output.weight" not in shapes,
     }
     return fields if architecture.model_type != "gemma3_text" else fields | _gemma3(keys, fields)
+
+
+def generation_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `generation_config.json`, from the keys `general.sampling.*`; llama.cpp's own keep their names.
+
+    float32 values are written as their shortest decimals: 0.6, not 0.6000000238.
+    """
+    keys = {key.removeprefix(_SAMPLING): value for key, value in metadata.items() if key.startswith(_SAMPLING)}
+    return {
+        _SAMPLING_NAMES.get(key, key): float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in keys.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,12 @@ from jaxinfer.checkpoints.gguf_file import GgufFile
 from jaxinfer.checkpoints.huggingface import TensorInfo
 from jaxinfer.models.families import Shape
 from jaxinfer.models.files import gguf_tokenizer
-from jaxinfer.models.files.gguf_config import ROPE_FACTORS, architecture_of, config_fields
+from jaxinfer.models.files.gguf_config import (
+    ROPE_FACTORS,
+    architecture_of,
+    config_fields,
+    generation_fields,
+)
 
 QUANTIZED = "bfloat16"
 """The dtype that quantised matrices are stored in."""
@@ -25,6 +30,7 @@ class GgufModel:
     Attributes:
       tensors: by their names in Hugging Face's checkpoints; the dtype is the one to store them in.
       fields: of its `config.json`.
+      generation: the fields of its `generation_config.json`.
       files: of its tokenizer, by name; none if the file has none.
 
     Raises CheckpointError for what is not implemented, by name, and for a damaged file.
@@ -38,6 +44,7 @@ class GgufModel:
             architecture = architecture_of(file.metadata)
             self.fields: dict[str, Any] = config_fields(file.metadata, shapes, factors)
             self.fields |= gguf_tokenizer.token_ids(file.metadata)
+            self.generation = generation_fields(file.metadata)
             self.files = gguf_tokenizer.tokenizer_files(file.metadata, self.fields["vocab_size"])
             names = {architecture.tensor_name(name): name for name in shapes if name != ROPE_FACTORS}
         except ValueError as error:

@@ -7,6 +7,7 @@ checkpoints that have only vocab.json and merges.txt (byte-level BPE) or vocab.t
 import functools
 import logging
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -137,3 +138,9 @@ def tokenizer_files(
 ) -> dict[str, bytes | pathlib.Path]:
     """Return the files of `FolderTokenizer`."""
     return FolderTokenizer(path, family, lowercase=lowercase).files(vocab)
+
+
+def token_texts(ids: Iterable[int], tokenizer: bytes) -> dict[int, str]:
+    """Return the texts of tokens by the content of `tokenizer.json`; empty for those that it has not."""
+    known = tokenizers.Tokenizer.from_buffer(tokenizer)
+    return {id_: known.id_to_token(id_) or "" for id_ in ids}

@@ -65,5 +65,5 @@ def test_files(tmp_path):
         file.write_text(text)
         with pytest.raises(error, match=message):
             read_trace(file, board)
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(ValueError, match="No such file or directory; name a trace"):
         read_trace(tmp_path / "none", board)
