@@ -1,7 +1,9 @@
 """Tiny random models with a byte-level tokenizer, as model directories: a dense one, and mixtures of experts."""
 
 import dataclasses
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,4 +110,16 @@ def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONF
         "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
     }
     save_model(path, random_model(config), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
+    return path
+
+
+def name_sampling(source: Path, path: Path, **values: float) -> Path:
+    """Copy a model directory, with sampling defaults in its `config.json`."""
+    shutil.copytree(source, path)
+    config, manifest = path / "config.json", path / "manifest.json"
+    content = json.dumps(json.loads(config.read_bytes()) | {"sampling": values}).encode()
+    config.write_bytes(content)
+    listed = json.loads(manifest.read_bytes())
+    listed["files"]["config.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.write_text(json.dumps(listed))
     return path

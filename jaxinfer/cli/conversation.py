@@ -181,7 +181,7 @@ class Conversation:
         return encode_chat(self._llm.tokenizer, messages, **self._options)
 
     def _opens_thinking(self, request: Request) -> bool:
-        """Whether the template has begun the answer with `<think>`."""
+        """Return whether the template has begun the answer with `<think>`."""
         assert self._llm.tokenizer is not None, "the conversation was encoded"
         last = list(request.prompt_token_ids[-TAG_TOKENS:])
         return self._llm.tokenizer.decode(last, skip_special_tokens=False).rstrip().endswith(BEGIN)

@@ -68,13 +68,6 @@ def test_dir_lists_the_api_and_imports_no_jax():
     assert all(hasattr(jaxinfer, name) for name in names)
 
 
-def test_a_report_without_matplotlib_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, ["elastic", "report", str(tmp_path)])
-    line = "error: elastic report needs matplotlib, of the extra bench: pip install matplotlib\n"
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", line)
-
-
 @pytest.mark.parametrize(
     ("module", "package", "load"),
     [

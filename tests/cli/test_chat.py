@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -17,7 +18,10 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.cli.conversation import Conversation
+from jaxinfer.cli.thinking import Thinking
 from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.generation.params import StructuredOutputsParams
+from jaxinfer.models.files.conversion import convert
 from tests.tiny import CONFIG
 
 DEMO = Path(__file__).parents[2] / "examples/demo_model"
@@ -26,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=range(94)
 
 @pytest.fixture
 def talk(llm):
-    return Conversation(llm, GREEDY, system="be", chat_template=None)
+    return Conversation(llm, GREEDY, system="be")
 
 
 def roles(talk):
@@ -191,3 +195,123 @@ def test_in_a_terminal(model_dir):
             break
     assert process.returncode == 0
     os.close(ours)
+
+
+# Thinking
+
+
+def divided(pieces, *, opened=False):
+    """What is thinking, and what is not, of an answer that comes in these pieces."""
+    answer = Thinking(opened=opened)
+    texts = [text for piece in pieces for text in answer.push(piece)] + answer.flush()
+    assert "".join(text for text, _ in texts) == "".join(pieces)
+    return tuple("".join(text for text, thinks in texts if thinks is kind) for kind in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("answer", "opened", "thinking"),
+    [
+        ("<think>a</think>\n\nb", False, "<think>a</think>"),
+        ("\n<think>\na < b </thin </think>c </think>", False, "\n<think>\na < b </thin </think>"),
+        ("<think>unfinished </thi", False, "<think>unfinished </thi"),
+        ("a</think>b", True, "a</think>"),
+        ("unfinished", True, "unfinished"),
+        ("<thin", False, ""),
+        ("<thinker>", False, ""),
+        ("The tag <think> begins it.", False, ""),
+        ("a</think>b", False, ""),
+        (" ", False, ""),
+    ],
+)
+def test_thinking_is_found_however_the_answer_is_cut(answer, opened, thinking):
+    cuts = [[answer], list(answer)]
+    cuts += [[answer[:at], answer[at:]] for at in range(len(answer))]
+    for pieces in cuts:
+        assert divided(pieces, opened=opened) == (thinking, answer.removeprefix(thinking)), pieces
+
+
+def forced(llm, answer, **options):
+    """A conversation whose answers are this text."""
+    choice = StructuredOutputsParams(choice=(answer,))
+    return Conversation(llm, SamplingParams(temperature=0, max_tokens=60, structured_outputs=choice), **options)
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Yields a function that returns what standard output has sent to a terminal, which it is meanwhile."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield lambda: os.read(ours, 4096).decode().replace("\r\n", "\n")
+    os.close(ours)
+
+
+def test_thinking_is_dimmed_in_a_terminal(llm, monkeypatch, capsys):
+    talk = forced(llm, "<think>a</think>\n\nb")
+    with terminal(monkeypatch) as read:
+        talk.take("hi")
+        shown = read()
+    dimmed = "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown))
+    assert dimmed == "<think>a</think>"
+    assert re.sub("\x1b\\[2m.*?\x1b\\[0m", "", shown) == "\n\nb\n"
+    assert talk.messages[-1]["content"] == "<think>a</think>\n\nb"
+    talk.take("hi")  # where standard output is no terminal, it has the text alone
+    assert capsys.readouterr().out == "<think>a</think>\n\nb\n"
+
+
+def test_thinking_is_hidden(llm, capsys):
+    talk = forced(llm, "<think>a</think>\n\nb", hide_thinking=True)
+    talk.take("hi")
+    assert capsys.readouterr().out == "b\n"
+    assert talk.messages[-1]["content"] == "<think>a</think>\n\nb"
+    talk.take("/set max_tokens 9")
+    talk.take("hi")  # it ends while the model thinks
+    printed = capsys.readouterr()
+    assert (printed.out, "[length; /set max_tokens allows more]" in printed.err) == ("\n", True)
+
+
+def test_a_template_that_begins_the_thinking(llm, capsys):
+    template = "{{ messages[-1].content }}<think>\n{% if quick %}\n</think>{% endif %}\n"
+    talk = forced(llm, "a</think>b", hide_thinking=True, chat_template=template)
+    talk.take("hi")
+    assert capsys.readouterr().out == "b\n"
+    options = {"chat_template": template, "chat_template_kwargs": {"quick": True}}
+    forced(llm, "a</think>b", hide_thinking=True, **options).take("hi")
+    assert capsys.readouterr().out == "a</think>b\n"
+
+
+def test_arguments_of_the_template(model_dir, llm, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ word or 'none' }}{{ enable_thinking }}")
+    arguments = ["chat", str(model_dir), "--chat-template", str(tmp_path / "mine.jinja"), "--temperature", "0"]
+    given = '{"word": "abc", "enable_thinking": false}'
+    done = CliRunner().invoke(app, [*arguments, "--max-tokens", "3", "--chat-template-kwargs", given], input="x\n")
+    assert done.exit_code == 0, done.output
+    alone = llm.generate("abcFalse", SamplingParams(temperature=0, max_tokens=3))
+    assert done.stdout == alone[0].outputs[0].text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{enable_thinking: false}", "not JSON (Expecting property name"),
+        ("[1]", "chat_template_kwargs must be a dict of arguments by name or None, got [1]"),
+        ('{"tools": []}', "chat_template_kwargs holds tools: give it as an argument of its own"),
+    ],
+)
+def test_wrong_arguments_of_the_template_are_refused_at_once(model_dir, monkeypatch, given, message):
+    monkeypatch.setattr(LLM, "__init__", lambda *a, **k: pytest.fail("it was loaded first"))
+    done = CliRunner().invoke(app, ["chat", str(model_dir), "--chat-template-kwargs", given])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: --chat-template-kwargs {given}: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_models_that_write_no_text_are_refused(vit, tmp_path):
+    encoder = tmp_path / "bert"
+    convert(Path(__file__).parents[1] / "goldens" / "bert_awkward", encoder)
+    for model, message in (
+        (vit, f"{vit} is an image model (vision_transformer), which does not read text; name a text model."),
+        (encoder, f"{encoder} is an encoder, which writes no text; compute vectors with jaxinfer embed."),
+    ):
+        done = CliRunner().invoke(app, ["chat", str(model)])
+        assert (done.exit_code, done.stderr) == (2, f"error: {message}\n")

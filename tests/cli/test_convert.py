@@ -40,6 +40,10 @@ def test_converts_to_one_file(tmp_path):
     ("arguments", "message"),
     [
         ((GOLDEN.parent / "none", "model"), "error: {goldens}/none: no such directory; name one with config.json"),
+        (
+            (GOLDEN.parents[2] / "examples/demo_model", "model"),
+            "demo_model: a model directory already, which every command takes as it is; to store it in another format",
+        ),
         ((GOLDEN, "."), "not empty; name another output directory"),
         ((GOLDEN, "model", "--dtype", "int4"), "error: dtype='int4' is not implemented; known: float32"),
         ((GOLDEN, "model", "--quantize", "int3"), "error: quantize='int3' is not implemented; known: int8"),

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jaxinfer.cli import app
+from jaxinfer.cli import app, elastic
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.disk_cache import cache_folder
 from jaxinfer.evaluation.elastic.dashboard import Dashboard
@@ -175,7 +175,10 @@ def check_interrupts(common, runs):
         (("--seconds", "inf"), "--seconds must be > 0, got inf"),
         (("--policy", "best"), "no policy 'best'; known: elastic, paper"),
         (("--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
-        (("--trace", "missing.jsonl"), "missing.jsonl"),
+        (
+            ("--trace", "missing.jsonl"),
+            "error: missing.jsonl: No such file or directory; name a trace, one JSON object a line.",
+        ),
         (("--trace", "missing.jsonl", "--load", 2), "--load has no effect with --trace: leave it out"),
         (("--out", __file__), "is not a writable folder"),
     ],
@@ -185,6 +188,13 @@ def test_bad_options_are_refused_before_the_model_is_opened(tmp_path, arguments,
         found = run(command, tmp_path / "no_model", *arguments)
         assert found.exit_code == 2, found.output
         assert message in " ".join(found.output.split())
+
+
+def test_a_report_of_no_runs_is_refused_before_its_packages_are_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "require_extra", lambda *_: pytest.fail("it asked for matplotlib first"))
+    done = run("report", tmp_path / "nothere")
+    assert done.exit_code == 2
+    assert "nothere: no runs (*.jsonl); record some with" in done.output
 
 
 @pytest.fixture

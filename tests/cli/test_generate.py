@@ -1,19 +1,22 @@
 """`jaxinfer generate` as a user runs it."""
 
+import inspect
 import json
 import re
 
 import pytest
 from typer.testing import CliRunner
 
-from jaxinfer.cli import app
-from jaxinfer.cli.generate import _summary
+from jaxinfer.cli import app, moe
+from jaxinfer.cli.chat import chat
+from jaxinfer.cli.common import SAMPLING
+from jaxinfer.cli.generate import _summary, generate
 from jaxinfer.generation import CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import OpenedModel, save_model
-from tests.tiny import CONFIG, random_model
+from tests.tiny import CONFIG, name_sampling, random_model
 
 
 def run(*arguments, code=0):
@@ -32,7 +35,7 @@ def test_greedy_text_is_that_of_the_library(model_dir, llm):
 
 
 def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
-    arguments = ("one", "--prompt", "two", "--temperature", 0.9, "--seed", 3, "--logprobs", 2)
+    arguments = ("one", "--prompt", "two", "--temperature", 0.9, "--top-p", 0.95, "--seed", 3, "--logprobs", 2)
     done = run(model_dir, *arguments, "--max-tokens", 6, "--ignore-eos", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["one", "two"]
@@ -44,6 +47,24 @@ def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
         assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
         assert all(len(entry["top"]) == 2 for entry in line["logprobs"])
         assert line["timings"]["first_token_s"] <= line["timings"]["total_s"]
+
+
+def test_what_is_left_out_is_the_models(model_dir, llm, tmp_path):
+    named = name_sampling(model_dir, tmp_path / "named", temperature=0.0, max_tokens=5)
+    greedy = llm.generate("hello", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].text
+    assert run(named, "hello").stdout == greedy + "\n"
+    longer = run(named, "hello", "--max-tokens", 8).stdout
+    assert longer == llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text + "\n"
+    drawn = SamplingParams(temperature=1.5, seed=1, max_tokens=5)
+    assert run(named, "hello", "--temperature", 1.5, "--seed", 1).stdout == (
+        llm.generate("hello", drawn)[0].outputs[0].text + "\n"
+    )
+
+
+@pytest.mark.parametrize("command", [generate, chat, moe.load])
+def test_commands_have_no_sampling_defaults_of_their_own(command):
+    defaults = {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
+    assert {defaults[name] for name in SAMPLING} == {None}
 
 
 def test_a_bad_prompt_does_not_affect_the_others(model_dir, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import pytest
+import tokenizers
 from rich.filesize import decimal
 from typer.testing import CliRunner
 
@@ -68,6 +69,36 @@ def test_contents_of_a_model(model, shown):
     write_layer_files(open_model(model), model)
     assert _rows(model)["layer files"].startswith("1 folder of ")
     remove_layer_folders(model)
+
+
+def test_ends_of_texts_and_sampling_defaults(model, tmp_path):
+    """Of a model that is converted, and before: with all its files, and with those that are fetched for `info`."""
+    rows = _rows(model)
+    assert rows["ends of text"] == "none: texts end by their length or stop strings"
+    assert rows["sampling defaults"] == "neutral: the model names none"
+    folder = tmp_path / "named"
+    shutil.copytree(GOLDENS / "llama_llama3", folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "max_new_tokens": 9})
+    )
+    vocab = {"<unk>": 0, "</s>": 2, "<|im_end|>": 5}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": {"content": "</s>"}}}
+    settings["added_tokens_decoder"]["5"] = {"content": "<|im_end|>", "special": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert(folder, tmp_path / "converted")
+    (tmp_path / "fetched").mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / name, tmp_path / "fetched" / name)
+    for path in (folder, tmp_path / "converted", tmp_path / "fetched"):
+        rows = _rows(path)
+        assert rows["ends of text"] == "2 </s>, 3, 5 <|im_end|>", path
+        assert rows["sampling defaults"] == "temperature=0.6, top_k=20, max_tokens=9"
+    (folder / "generation_config.json").write_text('{"top_p": 2}')
+    for path in (folder, tmp_path / "fetched"):
+        shutil.copyfile(folder / "generation_config.json", tmp_path / "fetched" / "generation_config.json")
+        done = CliRunner().invoke(app, ["info", str(path)])
+        assert (done.exit_code, "top_p=2: expected `float` <= 1.0" in done.stdout) == (1, True)
 
 
 def test_memory_for_a_mesh_a_context_and_a_batch(model):

@@ -21,7 +21,7 @@ from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.gguf_config import config_fields
 from jaxinfer.models.files.gguf_tokenizer import token_ids, tokenizer_files
-from jaxinfer.models.files.preview import Preview
+from jaxinfer.models.files.preview import Preview, preview
 from jaxinfer.models.files.verification import compare_tensors
 from tests.models import goldens
 
@@ -276,6 +276,18 @@ def test_each_key_of_a_tokenizer_has_an_effect_or_is_known_to_have_none(files, k
     else:  # the parts of the tokenizer itself, which other tests compare with llama.cpp's
         with pytest.raises(ValueError, match=r"tokenizer\.ggml\.\*"):
             tokenizer_files(metadata | {key: {"not": "this"}}, 500)
+
+
+def test_sampling_defaults_and_ends_of_texts(files, tmp_path, caplog):
+    changes = {"general__sampling__temp": 0.6, "general__sampling__top_k": 20, "general__sampling__mirostat": 2}
+    file = rewrite(tmp_path / "model.gguf", files / "qwen2.F16.gguf", **changes)
+    seen = preview(file)
+    assert seen.description.sampling.named == {"temperature": 0.6, "top_k": 20}
+    assert [*seen.ends] == list(seen.description.eos_ids)
+    assert "<|im_end|>" in seen.ends.values()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: not supported, so texts are generated without: mirostat=2."
+    ]
 
 
 def test_other_types_are_refused_by_name(tmp_path):

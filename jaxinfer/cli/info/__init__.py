@@ -33,9 +33,10 @@ def info(
 ) -> None:
     """Show whether a model runs here, and what it needs.
 
-    That is its sizes, its memory, and the kernels it would use. The command reads config.json only: no weights are
-    downloaded, and nothing is converted. Memory per device is for the chosen mesh, context and batch; the default dtype
-    is this machine's. For a model that is not supported, it lists all reasons and exits with status 1.
+    That is its sizes, its memory, and the kernels it would use. The command reads config.json and small files next to
+    it: no weights are downloaded, and nothing is converted. Memory per device is for the chosen mesh, context and
+    batch; the default dtype is this machine's. For a model that is not supported, it lists all reasons and exits with
+    status 1.
     """
     if target is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for

@@ -103,7 +103,7 @@ class SamplingDefaults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     @property
-    def named(self) -> dict[str, float]:
+    def named(self) -> dict[str, Any]:
         """The values that are named."""
         return msgspec.to_builtins(self)
 
@@ -123,8 +123,8 @@ def read_sampling(file: str | os.PathLike[str], fields: Mapping[str, Any]) -> Sa
         try:
             msgspec.convert(named, SamplingDefaults)
         except msgspec.ValidationError as error:
-            wanted = str(error).partition(" - at")[0].lower()
-            raise CheckpointError(f"{file}: {name}={value!r}: {wanted}; correct it, or remove it.") from error
+            expected = str(error).partition(" - at")[0].lower()
+            raise CheckpointError(f"{file}: {name}={value!r}: {expected}; correct it, or remove it.") from error
     return msgspec.convert(named, SamplingDefaults)
 
 

@@ -4,13 +4,16 @@ import dataclasses
 import html.parser
 import io
 import re
+import sys
 from collections import Counter
 
 import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from jaxinfer.cli import app
 from jaxinfer.elastic import Service
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome, Query
@@ -76,6 +79,14 @@ def test_damaged_runs(tmp_path, runs):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=message):
             read_run(file)
+
+
+def test_a_report_without_matplotlib_is_one_line(tmp_path, runs, monkeypatch):
+    write_run(tmp_path, runs[0])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, ["elastic", "report", str(tmp_path)])
+    line = "error: elastic report needs matplotlib, of the extra bench: pip install matplotlib\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", line)
 
 
 def test_tables(runs):

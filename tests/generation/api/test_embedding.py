@@ -93,7 +93,7 @@ def test_merging_takes_padding_first(encoder, golden):
 def test_levels_that_there_are_not(encoder, model_dir):
     with pytest.raises(ValueError, match=r"EncoderEngineConfig.level must be <= 0: prompts .*, got 2"):
         Embedder(encoder.model.folder, level=2)
-    with pytest.raises(ValueError, match=r"^EngineConfig.level=-2 is for encoders, and this model is a decoder: leave it out"):
+    with pytest.raises(ValueError, match=r"^EngineConfig.level=-2 is for encoders, and this model is a decoder"):
         LLM(model_dir, level=-2)
     with pytest.raises(ValueError, match="level=-2 needs all weights on the devices"):
         Embedder(encoder.model.folder, level=-2, weights="host")
@@ -187,7 +187,9 @@ def test_what_an_encoder_refuses(encoder):
     path = encoder.model.folder
     with pytest.raises(ValueError, match=r"is an encoder; use jaxinfer\.Embedder"):
         LLM(path)
-    with pytest.raises(ValueError, match=r"^EncoderEngineConfig.max_adapters=2 is for decoders, and this model is an encoder"):
+    with pytest.raises(
+        ValueError, match=r"^EncoderEngineConfig.max_adapters=2 is for decoders, and this model is an encoder"
+    ):
         Embedder(path, max_adapters=2)
     with pytest.raises(ValueError, match=r"Embedder.context must be in \[2, 24\] for this model, got 25"):
         Embedder(path, context=25)

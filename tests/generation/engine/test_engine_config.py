@@ -51,5 +51,8 @@ def test_options_of_the_other_kind_of_model_are_refused_unless_they_are_off():
     config = EncoderEngineConfig.from_options({"level": -2, "max_adapters": 0}, max_batch=2, context=64)
     assert config == EncoderEngineConfig(max_batch=2, context=64, level=-2)
     assert EngineConfig.from_options({"level": 0}, max_batch=2, context=64) == EngineConfig(max_batch=2, context=64)
-    with pytest.raises(ValueError, match=r"^EncoderEngineConfig.page_size=8 is for decoders, and this model is an encoder: leave it out"):
+    with pytest.raises(
+        ValueError,
+        match=r"^EncoderEngineConfig.page_size=8 is for decoders, and this model is an encoder: leave it out",
+    ):
         EncoderEngineConfig.from_options({"page_size": 8}, max_batch=2, context=64)
