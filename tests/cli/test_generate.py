@@ -128,7 +128,8 @@ def test_a_bad_prompt_is_prepared_once_too(model_dir, calls):
     assert bad["error"].startswith("The prompt has 200 tokens")
 
 
-def test_a_prompt_that_cannot_run_compiles_no_grammar(llm, calls):
+def test_a_prompt_that_cannot_run_compiles_no_grammar(llm, calls, monkeypatch):
+    monkeypatch.setattr(llm.engine.inputs, "_grammars", None)  # other tests' compiler counts no calls
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{2,3}"))
     with pytest.raises(ValueError, match="The prompt has 200 tokens"):
         llm.prepare("a" * 200, params)
