@@ -238,19 +238,27 @@ def forced(llm, answer, **options):
 
 @contextlib.contextmanager
 def terminal(monkeypatch):
-    """Yields a function that returns what standard output has sent to a terminal, which it is meanwhile."""
+    """Yields a function that reads from a terminal, which standard output is meanwhile, up to an ending."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        yield lambda: os.read(ours, 4096).decode().replace("\r\n", "\n")
+
+        def read_until(ending):
+            shown = ""
+            while not shown.endswith(ending):
+                assert select.select([ours], [], [], 60)[0], shown
+                shown = (shown + os.read(ours, 4096).decode()).replace("\r\n", "\n")
+            return shown
+
+        yield read_until
     os.close(ours)
 
 
 def test_thinking_is_dimmed_in_a_terminal(llm, monkeypatch, capsys):
     talk = forced(llm, "<think>a</think>\n\nb")
-    with terminal(monkeypatch) as read:
+    with terminal(monkeypatch) as read_until:
         talk.take("hi")
-        shown = read()
+        shown = read_until("b\n")
     dimmed = "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown))
     assert dimmed == "<think>a</think>"
     assert re.sub("\x1b\\[2m.*?\x1b\\[0m", "", shown) == "\n\nb\n"
