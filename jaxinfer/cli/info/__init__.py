@@ -162,11 +162,8 @@ def _converted(directory: Path) -> _Shown:
 
 def _text_rows(description: "Description", ends: "Mapping[int, str]") -> list[tuple[str, object]]:
     """Return the tokens that end a text, and the sampling defaults, of a decoder."""
-    from jaxinfer.generation import SamplingParams
-
     texts = ", ".join(f"{id_} {ends.get(id_, '')}".rstrip() for id_ in description.eos_ids)
-    params = SamplingParams.from_model(description)
-    values = ", ".join(f"{name}={getattr(params, name)}" for name in description.sampling.named)
+    values = ", ".join(f"{name}={value}" for name, value in description.sampling.named.items())
     return [
         ("ends of text", texts or "none: texts end by their length or stop strings"),
         ("sampling defaults", values or "neutral: the model names none"),
