@@ -157,7 +157,7 @@ def _converted(directory: Path) -> _Shown:
         "layer files": _layer_files(directory),
         "tokenizer": "" if reads_images else "no: token ids only" if tokenizer is None else "yes",
     }
-    return _Shown(description, rows, token_texts(description.eos_ids, tokenizer, {}))
+    return _Shown(description, rows, {} if tokenizer is None else token_texts(description.eos_ids, tokenizer))
 
 
 def _text_rows(description: "Description", ends: "Mapping[int, str]") -> list[tuple[str, object]]:
