@@ -14,10 +14,10 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from benchmarks.demo_for_peers import export_llama
 from benchmarks.quality import bits, windows
 from benchmarks.report import ROOT, Report
 from benchmarks.workers import PEERS, find_peers
+from examples.export_demo_model import export_llama
 from examples.train_demo_model import read_corpus
 from jaxinfer import LLM
 from jaxinfer.models.files.conversion import convert

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.demo_for_peers import export_llama
 from benchmarks.report import ROOT, Report
 from benchmarks.workers import JAXINFER, PEERS, EngineError, find_peers
+from examples.export_demo_model import export_llama
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 VIT = ROOT / "benchmarks/data/elastic_vit_small"

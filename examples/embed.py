@@ -72,7 +72,7 @@ def embed(model_dir: Path, level: int = 0) -> np.ndarray:
     vectors = Embedder(model_dir, level=level).embed(SENTENCES)
     print("Cosine similarities:")
     for sentence, row in zip(SENTENCES, vectors @ vectors.T, strict=True):
-        print("  ".join(f"{cosine:5.2f}" for cosine in row), " ", sentence)
+        print(" ".join(f"{cosine:5.2f}" for cosine in row), "", sentence)
     return vectors
 
 

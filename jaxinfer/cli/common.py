@@ -1,5 +1,8 @@
 """Options that several subcommands share."""
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -173,7 +176,10 @@ def refuse_ignored(ctx: typer.Context, names: Iterable[str], why: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a note to stderr: stdout has the results alone."""
+    """Print a note to stderr, in a terminal in lines that fit: stdout has the results alone."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = "\n".join(textwrap.fill(line, columns, break_on_hyphens=False) for line in text.split("\n"))
     with paused():
         typer.secho(text, err=True, dim=True)
 

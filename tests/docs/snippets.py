@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import json
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ import pytest
 import typer.main
 from markdown_it import MarkdownIt
 
+from tests.terminal import COLUMNS, Played
+
 ROOT = Path(__file__).parents[2]
 LANGUAGES = {"python", "sh", "text", "toml"}
 NEEDS = {
     "clone": "a clone and what `make` sets up in it",
     "gpu": "a GPU",
     "hours": "more time than a test has",
-    "model": "a checkpoint of the reader's",
     "network": "a network",
     "peers": "other engines (`make peers`)",
     "torch": "PyTorch",
@@ -192,15 +193,50 @@ def parse_with_argparse(module: str, args: Sequence[str]) -> None:
     raise AssertionError(f"{module} parses no arguments")
 
 
-def run(block: Block, namespace: dict[str, Any], environment: Mapping[str, str]) -> str:
-    """Run a block in the working directory; return what it prints to standard output."""
-    if block.language == "sh":
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{block}: status {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
-    printed = io.StringIO()
-    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
-    with contextlib.redirect_stdout(printed):
-        exec(code, namespace)
-    return printed.getvalue()
+MARK = "=== block"
+TYPIST = f"""
+import json, subprocess, sys
+names = {{"__name__": "__main__"}}
+for language, page, line, code in json.loads(sys.argv[1]):
+    print("{MARK}", flush=True)
+    if language == "sh":
+        subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
+    else:
+        exec(compile("\\n" * (line - 1) + code, page, "exec"), names)
+"""
+"""Runs blocks as their reader does: Python in one interpreter, and between them the shell's."""
+
+
+def runs(block: Block) -> bool:
+    """Return whether a block is run: it is code, and needs nothing that not everyone has."""
+    return block.language in ("python", "sh") and not block.needs
+
+
+def typed(blocks: Sequence[Block]) -> list[str]:
+    """Return the arguments with which a Python interpreter runs the blocks of a page."""
+    return ["-c", TYPIST, json.dumps([(block.language, str(block.page), block.line, block.code) for block in blocks])]
+
+
+def check_played(blocks: Sequence[Block], played: Played) -> None:
+    """Check what a terminal has shown of `typed` blocks: no failure, and the outputs that are on the page."""
+    texts = played.written.split(MARK)[1:]
+    at = blocks[max(len(texts) - 1, 0)]
+    assert played.status == 0, f"{at}: status {played.status}\n{played.text}"
+    for block, written in zip(blocks, texts, strict=True):
+        text = dataclasses.replace(played, written=written).text
+        assert "Traceback" not in text, f"{block} prints\n{text}"
+        assert block.output is None or shown(block.output, text), f"{block} prints\n{text}"
+        wide = [line for line in printed_lines(written) if len(line) > COLUMNS]
+        assert block.language != "sh" or not wide, f"{block} prints lines of more than {COLUMNS} columns: {wide}"
+
+
+def printed_lines(written: str) -> list[str]:
+    """Return the lines that were sent to a terminal, without colours and what was overwritten in its line."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.split("\n")]
+
+
+def shown(output: str, text: str) -> bool:
+    """Return whether a text ends with an output, or with it and notes in brackets; `...` stands for anything."""
+    pattern = re.escape(" ".join(output.split())).replace(r"\.\.\.", ".*")
+    return re.fullmatch(rf"(.* )?{pattern}( \[.*\])?", " ".join(text.split())) is not None

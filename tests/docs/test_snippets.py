@@ -1,6 +1,5 @@
 """What README and docs show is true: blocks run and print what stands below them, commands have their options."""
 
-import doctest
 import os
 import shutil
 import sys
@@ -8,28 +7,43 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.prepared import PREPARED
-from tests.docs.snippets import ROOT, Block, check, check_command, check_line, commands_in_prose, read_blocks, run
+from tests.docs.snippets import (
+    ROOT,
+    Block,
+    check,
+    check_command,
+    check_line,
+    check_played,
+    commands_in_prose,
+    printed_lines,
+    read_blocks,
+    runs,
+    shown,
+    typed,
+)
+from tests.terminal import COLUMNS, play
 
 PAGES = [Path("README.md"), *sorted(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))]
-OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def blocks(page):
     return read_blocks(page, (ROOT / page).read_text())
 
 
-def runs(block):
-    return block.language in ("python", "sh") and not block.needs
-
-
 @pytest.fixture
-def reader(tmp_path, monkeypatch):
-    """The reader's working directory and environment: a clone without its tests, and its commands."""
+def reader(tmp_path):
+    """Run blocks of a page one after the other in a terminal, in a folder with `examples`, and check them."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    monkeypatch.chdir(tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    environment.pop("JAX_NUM_CPU_DEVICES")  # a page that needs several devices makes them
+
+    def run(blocks):
+        played = play([sys.executable, *typed(blocks)], cwd=tmp_path, environment=environment)
+        check_played(blocks, played)
+        return played
+
+    return run
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -40,34 +54,26 @@ def test_blocks_and_commands_are_sound(page):
         check_line(command)
 
 
-RUN = [page for page in PAGES if any(runs(block) for block in blocks(page))]
-
-
-def run_all(blocks, reader):
-    """Run the blocks of a page, which share their names."""
-    namespace = {"__name__": "__main__"}
-    for block in blocks:
-        printed = run(block, namespace, reader)
-        if block.output is not None:
-            assert shown(block.output, printed), f"{block} prints\n{printed}"
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_outputs_fit_in_a_terminal(page):
+    wide = [line for block in blocks(page) for line in (block.output or "").splitlines() if len(line) > COLUMNS]
+    assert wide == []
 
 
 def test_what_a_newcomer_runs_first_prints_what_is_shown(reader):
     first = next(block for block in blocks(Path("README.md")) if runs(block))
     assert first.output
-    run_all([first], reader)
+    reader([first])
+
+
+TOURED = ("README.md", "docs/how-to")  # by tests/newcomer/test_tour.py
+RUN = [page for page in PAGES if any(map(runs, blocks(page))) and not str(page).startswith(TOURED)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=str)
 def test_blocks_run_and_print_what_is_shown(page, reader):
-    PREPARED.get(page, lambda folder: None)(Path.cwd())
-    run_all(filter(runs, blocks(page)), reader)
-
-
-def shown(output, printed):
-    """Compare; `...` stands for anything."""
-    return doctest.OutputChecker().check_output(output, printed, OPTIONS)
+    reader([*filter(runs, blocks(page))])
 
 
 # What is wrong is found
@@ -128,20 +134,31 @@ def test_blocks_of_unknown_needs_or_languages_are_refused(text):
 
 
 def test_blocks_share_names_and_fail_with_their_line(reader):
-    namespace = {}
-    run(Block(PAGE, 3, "python", "a = 1"), namespace, reader)
-    assert run(Block(PAGE, 7, "python", "print(a)"), namespace, reader) == "1\n"
-    with pytest.raises(NameError) as error:
-        run(Block(PAGE, 9, "python", "\nprint(b)"), namespace, reader)
-    assert error.traceback[-1].lineno == 9  # from 0
+    first, second = Block(PAGE, 3, "python", "a = 1"), Block(PAGE, 7, "python", "print(a)", output="1\n")
+    assert reader([first, second]).lines[-1] == "1"
+    with pytest.raises(AssertionError, match=r"page.md:9: status 1\n(.*\n)*.*page.md., line 10"):
+        reader([first, Block(PAGE, 9, "python", "\nprint(b)")])
 
 
 def test_commands_run_in_the_readers_directory(reader):
-    assert run(Block(PAGE, 1, "sh", "ls -d examples/demo_model\njaxinfer --version"), {}, reader).startswith("examples")
-    with pytest.raises(AssertionError, match="status 1"):
-        run(Block(PAGE, 1, "sh", "false\ntrue"), {}, reader)
+    reader(
+        [Block(PAGE, 1, "sh", "ls -d examples/demo_model\njaxinfer --version >/dev/null", output="examples/demo_model")]
+    )
+    with pytest.raises(AssertionError, match=r"page\.md:1: status 1"):
+        reader([Block(PAGE, 1, "sh", "false\ntrue")])
+    with pytest.raises(AssertionError, match=r"page\.md:1 prints"):
+        reader([Block(PAGE, 1, "sh", "echo b", output="a")])
+    with pytest.raises(AssertionError, match="more than 80 columns"):
+        reader([Block(PAGE, 1, "sh", "printf 'x%.0s' {1..81}")])
 
 
 def test_outputs_are_compared():
     assert shown("a\n...\nc\n", "a\nb\nc\n")
+    assert shown("c\n", "a note\nc\n[8 tokens]\n")
+    assert not shown("a\n", "a\nb\n")
     assert not shown("a\n", "b\n")
+    assert not shown("1\n", "11\n")
+
+
+def test_lines_are_what_a_terminal_keeps():
+    assert printed_lines("\x1b[1mloading ...\r\x1b[Kdone\r\n\x1b[32mx\x1b[0m") == ["done", "x"]

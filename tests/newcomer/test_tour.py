@@ -1,8 +1,9 @@
-"""A newcomer's tour in a terminal of 80 x 24: README's lines, typical mistakes, Ctrl-C.
+"""A newcomer's tour in a terminal of 80 x 24: set-up, README and the how-to pages, typical mistakes, Ctrl-C.
 
 It holds: no figure is cut, nothing is silent for more than 2 s, no traceback, exit codes, nothing left behind.
 """
 
+import collections
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import textwrap
 
 import pytest
 
+from tests.docs.snippets import check_played, read_blocks, runs, typed
 from tests.terminal import Limits, Played, play
 
 pytestmark = pytest.mark.slow
@@ -80,7 +82,12 @@ def images(tmp_path):
 # Set-up, and README's lines
 
 
-def test_set_up_from_a_clone(tour):
+LEFT_OUT = {"network": 6}
+"""Blocks of README and the how-to pages that are not run, by what they need."""
+
+
+def test_every_page_from_a_clone(tour):
+    """Set up by `make demo`, and run README and the how-to pages as printed, each in a folder with the examples."""
     clone = tour.work / "jaxinfer"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
     tour.environment.pop("PYTHONPATH")
@@ -89,6 +96,23 @@ def test_set_up_from_a_clone(tour):
     assert "self" in played.text
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
     assert status.stdout == ""
+
+    shutil.rmtree(clone / "tests")
+    tour.environment["PATH"] = f"{clone / '.venv/bin'}{os.pathsep}{tour.environment['PATH']}"
+    left_out, wrong = collections.Counter(), []
+    for page in (clone / "README.md", *sorted((clone / "docs/how-to").glob("*.md"))):
+        blocks = read_blocks(page, page.read_text())
+        left_out.update(block.needs for block in blocks if block.needs)
+        blocks = [*filter(runs, blocks)]
+        folder = tour.work / page.stem
+        shutil.copytree(clone / "examples", folder / "examples")
+        try:
+            check_played(blocks, tour.run([clone / ".venv/bin/python", *typed(blocks)], cwd=folder, silence=20))
+        except AssertionError as error:  # the other pages may tell more
+            wrong.append(str(error))
+    assert wrong == []
+    assert left_out == LEFT_OUT
+    assert tour.left == []
 
 
 def test_first_text_cold(tour):

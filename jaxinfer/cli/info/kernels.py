@@ -49,7 +49,7 @@ def print_kernels(
     for operation in dict.fromkeys(operation for used in traced.values() for operation in used):
         rows.add_row(operation, *(", ".join(map(_text, used.get(operation, ()))) for used in traced.values()))
     show(rows)
-    typer.echo("composed: made of other operations; xla, reference: no kernel; ffi: a CPU kernel in C++.")
+    typer.echo("composed: of other operations; xla, reference: no kernel; ffi: a kernel in C++.")
     for reason in reasons:
         typer.echo(reason)
     if not gpu:
