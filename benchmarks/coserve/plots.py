@@ -25,7 +25,8 @@ from jaxinfer.evaluation.figures import (
 PAPERS_CHOICES = ((35, 25.4), (34, 26.7))
 """The number of experts that the paper's search chose for boards A and B, and their images a second (section 5.4)."""
 SIMULATED = (
-    "Simulated: the paper's machines and tasks (A, B: boards; 1, 2: 2,500 and 3,500 images), costs fitted to its totals"
+    "Simulated: the paper's machines (NUMA: the GPU has memory of its own; UMA: it shares the host's) and tasks (A, B: "
+    "boards; 1, 2: 2,500 and 3,500 images), costs fitted to its totals"
 )
 MEASURED = "38 experts of ResNet-101's size, room for 8, a burst of inputs 4 ms apart, two CPU cores; medians of 3 runs"
 RATES = "Lines simulated, stars real: 38 experts of ResNet-101's size, read from disk; Poisson arrivals"

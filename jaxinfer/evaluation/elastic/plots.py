@@ -47,12 +47,9 @@ def draw_batches(profile: ServingProfile, caption: str = "") -> Figure:
     figure = Figure(figsize=(4.5, 3.2), layout="constrained")
     axes = figure.subplots()
     levels = sorted({profile.levels[0], 0, profile.levels[-1]})
-    shown = {f"level{level:+d}" if level else "pets": level for level in levels}
-    colours = colours_of(shown)
-    for (name, level), marker in zip(shown.items(), "^os", strict=False):
+    for level, colour, marker in zip(levels, SEQUENCE, "^os", strict=False):
         rates = [size / profile.seconds[level, size] for size in profile.sizes]
-        style = line_style(name, colours[name])
-        axes.plot(profile.sizes, rates, marker=marker, label=f"level {_signed(level)}", **style)
+        axes.plot(profile.sizes, rates, color=colour, marker=marker, label=f"level {_signed(level)}")
     axes.set(title="Throughput by batch size", xlabel="batch size", ylabel="queries/s", ylim=(0, None))
     axes.set_xscale("log", base=2)
     plain_ticks(axes.xaxis, profile.sizes)
