@@ -87,7 +87,8 @@ def _draw_both(left: Axes, right: Axes, rows: Rows, prefix: str) -> None:
     draw_bars(left, rows, "img_per_s", f"{prefix}images a second (more is better)")
     draw_bars(right, rows, "switches", f"{prefix}expert switches (fewer is better)")
     right.set_yscale("log")
-    plain_ticks(right.yaxis, (50, 100, 200, 500, 1000, 2000))
+    right.set_ylim(bottom=10)  # bars of the least values stay visible
+    plain_ticks(right.yaxis, (10, 20, 50, 100, 200, 500, 1000, 2000))
 
 
 def draw_bars(axes: Axes, rows: Rows, field: str, title: str) -> None:
