@@ -163,8 +163,9 @@ def _predict(
         passes.add_row(limit, f"{'(recommended) ' if tokens == best else ''}{tokens:,}", *figures)
     show(passes)
     rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
-    room = f"; the cache has room for {most:,} sequences of {context} tokens" if needs.cache else ""
-    typer.echo(f"{rates} to all devices, {figure(planned.flops / 1e12, 3)} TFLOP/s of each{room}.")
+    typer.echo(f"{rates} to all devices, {figure(planned.flops / 1e12, 3)} TFLOP/s of each.")
+    if needs.cache:
+        typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
 
 
 def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def typed(blocks: Sequence[Block]) -> list[str]:
     return ["-c", TYPIST, json.dumps([(block.language, str(block.page), block.line, block.code) for block in blocks])]
 
 
-def check_played(blocks: Sequence[Block], played: Played) -> None:
-    """Check what a terminal has shown of `typed` blocks: no failure, and the outputs that are on the page."""
+def check_played(blocks: Sequence[Block], played: Played, folder: Path) -> None:
+    """Check what a terminal has shown of blocks `typed` in a folder: no failure, and the outputs of the page."""
     texts = played.written.split(MARK)[1:]
     at = blocks[max(len(texts) - 1, 0)]
     assert played.status == 0, f"{at}: status {played.status}\n{played.text}"
@@ -226,7 +226,7 @@ def check_played(blocks: Sequence[Block], played: Played) -> None:
         text = dataclasses.replace(played, written=written).text
         assert "Traceback" not in text, f"{block} prints\n{text}"
         assert block.output is None or shown(block.output, text), f"{block} prints\n{text}"
-        wide = [line for line in printed_lines(written) if len(line) > COLUMNS]
+        wide = [line for line in printed_lines(written.replace(f"{folder}/", "")) if len(line) > COLUMNS]
         assert block.language != "sh" or not wide, f"{block} prints lines of more than {COLUMNS} columns: {wide}"
 
 

@@ -40,7 +40,7 @@ def reader(tmp_path):
 
     def run(blocks):
         played = play([sys.executable, *typed(blocks)], cwd=tmp_path, environment=environment)
-        check_played(blocks, played)
+        check_played(blocks, played, tmp_path)
         return played
 
     return run

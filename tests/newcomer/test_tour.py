@@ -107,7 +107,8 @@ def test_every_page_from_a_clone(tour):
         folder = tour.work / page.stem
         shutil.copytree(clone / "examples", folder / "examples")
         try:
-            check_played(blocks, tour.run([clone / ".venv/bin/python", *typed(blocks)], cwd=folder, silence=20))
+            played = tour.run([clone / ".venv/bin/python", *typed(blocks)], cwd=folder, silence=20)
+            check_played(blocks, played, folder)
         except AssertionError as error:  # the other pages may tell more
             wrong.append(str(error))
     assert wrong == []
