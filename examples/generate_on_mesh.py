@@ -31,7 +31,7 @@ def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[list[int]], l
         print(llm.model.stages)
     for name, leaf in list(llm.model.leaves.items())[:12]:
         assert isinstance(leaf.sharding, NamedSharding)
-        print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
+        print(f"{name:<32} {leaf.shape!s:<13} {leaf.sharding.spec}")
     on_mesh = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     if (pipeline := llm.stats().pipeline) is not None:
         print(f"--- stages were idle for {pipeline.idle_share:.0%} of the time")
