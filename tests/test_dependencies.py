@@ -29,6 +29,7 @@ PACKAGES = {
     "markdown_it": "markdown-it-py",
     "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
+    "sentence_transformers": "sentence-transformers",
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",
 } | {module: package for module, (package, _) in extras.PACKAGES.items()}
@@ -51,6 +52,7 @@ ELSEWHERE = {
     "tests/goldens/make_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_router_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_chat_goldens.py": {"transformers"},
+    "tests/goldens/make_sentence_goldens.py": {"sentence-transformers"},
     "tests/goldens/make_tokenizer_goldens.py": {"transformers"},
     "tests/goldens/make_vision_goldens.py": {"timm", "torch", "torchvision", "transformers", "pyyaml", "yolov5"},
 }

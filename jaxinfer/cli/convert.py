@@ -128,7 +128,8 @@ class _Run:
         from jaxinfer.streaming.layer_folders import experts_of
 
         file, stored = parse_mesh(mesh), parse_quantization(quantize)
-        _, memory = split_options({"layer_files": layer_files} if layer_files else {}, file, owner="convert")
+        given = {"layer_files": layer_files} if layer_files else {}
+        _, memory = split_options({"weights": "disk", **given}, file, owner="convert")
         config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
         rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
         if (lanes := rules.lanes(built)) > 1:
