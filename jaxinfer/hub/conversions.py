@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.files.preview import Preview
 
 CONVERSION = 3
-"""Part of a folder's name, raised when a conversion reads more of a checkpoint. 3: how texts are embedded and sampled."""
+"""Part of a folder's name, raised when a conversion reads more. 3: how texts are embedded and sampled."""
 
 # What fetches and converts is imported when it is needed: a model directory, and a converted model, do without it.
 
