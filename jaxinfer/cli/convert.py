@@ -119,7 +119,7 @@ class _Run:
     @classmethod
     def from_options(cls, hf_dir: Path, mesh: str | None, layer_files: str | None, quantize: str | None) -> Self:
         """Read the command's options. Raises ValueError, before converting, for a model that cannot run this way."""
-        from jaxinfer.generation.api.build import split_options
+        from jaxinfer.generation.api.build import ModelOptions, split_options
         from jaxinfer.models import WeightFormat
         from jaxinfer.models.files.conversion import HuggingFaceModel
         from jaxinfer.models.files.description import parse_quantization, require_transformer
@@ -128,8 +128,10 @@ class _Run:
         from jaxinfer.streaming.layer_folders import experts_of
 
         file, stored = parse_mesh(mesh), parse_quantization(quantize)
-        given = {"layer_files": layer_files} if layer_files else {}
-        _, memory = split_options({"weights": "disk", **given}, file, owner="convert")
+        options: ModelOptions = {"weights": "disk"}
+        if layer_files:
+            options["layer_files"] = layer_files
+        _, memory = split_options(options, file, owner="convert")
         config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
         rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
         if (lanes := rules.lanes(built)) > 1:
