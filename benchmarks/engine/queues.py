@@ -40,7 +40,7 @@ from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
-from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.description import Description, SentenceConfig
 from jaxinfer.serving import ClosedError
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.ticket import Reader
@@ -161,7 +161,12 @@ def make_engine(
 ) -> Engine:
     """Make an engine of these parts."""
     inputs = InputProcessor(
-        vocab=vocab, eos_ids=(), context=config.context, tokenizer=Tokenizer.from_folder(folder), generates=generates
+        vocab=vocab,
+        eos_ids=(),
+        context=config.context,
+        tokenizer=Tokenizer.from_folder(folder),
+        generates=generates,
+        sentence=SentenceConfig(),
     )
     return Engine(config, inputs, scheduler, executor)
 

@@ -457,7 +457,7 @@ def test_bad_arguments(llm, model_dir):
         LLM(model_dir, context=129)
     with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
         LLM(model_dir, max_batch=0)
-    with pytest.raises(ValueError, match="one page of 8 tokens takes 2048: raise cache_bytes"):
+    with pytest.raises(ValueError, match=r"one page of 8 tokens takes 2.0 kB \(2048 bytes\): raise cache_bytes"):
         LLM(model_dir, cache_bytes=100, **SMALL)
     small = LLM(model_dir, cache_bytes=6 * PAGE_BYTES // 2, **SMALL)
     with pytest.raises(ValueError, match="the cache has 6"):
