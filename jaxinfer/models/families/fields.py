@@ -26,7 +26,7 @@ class Survey:
     """A look at all that the reading of configs refuses, beyond the first.
 
     Attributes:
-      expected: fields -> the one value that is implemented.
+      expected: fields of `config.json` -> the one value that is implemented.
       refused: an error for each value that is not.
     """
 
@@ -78,7 +78,7 @@ class Fields:
     def expect(self, name: str, supported: object, remedy: str = "choose another checkpoint") -> None:
         """Refuse every value of a field except the implemented one; `remedy` ends the error."""
         value = self.values.get(name)
-        if (survey := _survey.get()) is not None:
+        if (survey := _survey.get()) is not None and self.file == "config.json":
             survey.expected[name] = supported
         if value is not None and value != supported:
             refuse(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
