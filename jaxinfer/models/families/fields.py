@@ -78,7 +78,7 @@ class Fields:
     def expect(self, name: str, supported: object, remedy: str = "choose another checkpoint") -> None:
         """Refuse every value of a field except the implemented one; `remedy` ends the error."""
         value = self.values.get(name)
-        if (survey := _survey.get()) is not None and self.file == "config.json":
+        if (survey := _survey.get()) is not None and self.file.startswith("config.json"):
             survey.expected[name] = supported
         if value is not None and value != supported:
             refuse(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
