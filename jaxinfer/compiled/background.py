@@ -105,4 +105,5 @@ def compile_in_background[Key](
                     log.warning("%s: %s", failure, (str(error) or type(error).__name__).splitlines()[0])
 
     close_at_exit(turns, Turns.stop)
-    start(run)
+    with contextlib.suppress(RuntimeError):  # the process is ending
+        start(run)

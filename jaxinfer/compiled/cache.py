@@ -73,7 +73,7 @@ class ProgramCache[Buckets]:
         """
         if sizes not in self._programs:
             if self in _forbidding.get():
-                known = sorted(str(other) for other in self._programs if type(other) is type(sizes))
+                known = sorted(str(other) for other in list(self._programs) if type(other) is type(sizes))
                 raise CompileMissError(
                     f"Program {sizes.program!r} is not compiled for {sizes} and compiling is forbidden; "
                     f"compiled: {known or 'none'}. Compile it ahead of time."

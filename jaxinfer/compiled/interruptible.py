@@ -26,7 +26,10 @@ _calls = _Calls()
 
 
 def start[Result](function: Callable[[], Result]) -> InterruptibleFuture[Result]:
-    """Begin a call in a thread that holds up neither an interrupt nor the end of the process."""
+    """Begin a call in a thread that holds up neither an interrupt nor the end of the process.
+
+    Raises RuntimeError if no thread can begin, as when the process is ending.
+    """
     future = InterruptibleFuture(function)
 
     def run() -> None:
@@ -39,7 +42,12 @@ def start[Result](function: Callable[[], Result]) -> InterruptibleFuture[Result]
 
     with _calls.lock:
         _calls.running += 1
-    threading.Thread(target=run, name="jaxinfer-call", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="jaxinfer-call", daemon=True).start()
+    except RuntimeError:
+        with _calls.lock:
+            _calls.running -= 1
+        raise
     return future
 
 

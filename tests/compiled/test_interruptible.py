@@ -117,3 +117,15 @@ def test_the_command_line_ends_at_once(model_dir, tmp_path):
     assert code == -signal.SIGINT
     assert "Traceback" not in err
     assert seconds < 60
+
+
+LATE = """
+import atexit
+from jaxinfer.compiled.background import Turns, compile_in_background
+atexit.register(lambda: compile_in_background(Turns(), lambda tried: None))
+"""
+
+
+def test_a_process_ends_that_begins_a_call_at_its_end():
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
