@@ -181,10 +181,10 @@ class Slowly:
         monkeypatch.setattr(ProgramSpec, "compile", compile_slowly)
         monkeypatch.setattr(cache_module, "BACKGROUND_DELAY", 0.0)
 
-    def until(self, begun):
-        """Wait until this many have begun, and nothing is compiled."""
+    def until(self, begun, *, idle=False):
+        """Wait until this many have begun, and if `idle`, nothing is compiled."""
         give_up = time.monotonic() + 60
-        while len(self.begun) < begun or [x for x in threading.enumerate() if x.name == "jaxinfer-call"]:
+        while len(self.begun) < begun or (idle and any(x.name == "jaxinfer-call" for x in threading.enumerate())):
             assert time.monotonic() < give_up, self.begun
             time.sleep(1e-3)
 
@@ -199,15 +199,13 @@ def slowly(monkeypatch):
 def test_a_call_goes_before_the_background(slowly):
     cache = cache_of_add([])
     cache.compile_in_background((1, 2, 3))
-    while slowly.begun != [1]:
-        time.sleep(1e-3)
+    slowly.until(1)
     call = threading.Thread(target=cache.get, args=(Add(n=3),))
     call.start()
-    while len(slowly.begun) < 2:
-        time.sleep(1e-3)
+    slowly.until(2)
     slowly.open.set()
     call.join()
-    slowly.until(3)
+    slowly.until(3, idle=True)
     assert (slowly.begun, cache.misses, len(list(cache))) == ([1, 3, 2], 1, 3)
     assert cache.compile_ahead((1, 2, 3)) == 0
 
@@ -217,7 +215,7 @@ def test_an_error_in_the_background_is_one_line_and_leaves_the_rest_to_calls(slo
     slowly.refused = (2,)
     cache = cache_of_add([])
     cache.compile_in_background((1, 2, 3))
-    slowly.until(2)
+    slowly.until(2, idle=True)
     (record,) = caplog.records
     assert record.getMessage() == (
         "Programs are compiled only when a request needs them, since add(n=2, m=1) could not be compiled in the "
@@ -235,11 +233,10 @@ def test_an_error_in_the_background_is_one_line_and_leaves_the_rest_to_calls(slo
 def test_nothing_is_compiled_ahead_or_in_the_background_after_the_end(slowly):
     cache = cache_of_add([])
     cache.compile_in_background((1, 2))
-    while slowly.begun != [1]:
-        time.sleep(1e-3)
+    slowly.until(1)
     cache.turns.stop()
     slowly.open.set()
-    slowly.until(1)
+    slowly.until(1, idle=True)
     with pytest.raises(StoppedError):
         cache.compile_ahead((2, 4))
     assert slowly.begun == [1]

@@ -12,6 +12,7 @@ import pytest
 from jaxinfer import LLM, AsyncLLM, SamplingParams
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.compiled import cache as cache_module
+from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.serving import ClosedError, FailedError
 from tests.generation.conftest import SMALL, SMALL_BYTES
 
@@ -21,11 +22,12 @@ OPTIONS = {**SMALL, "cache_bytes": SMALL_BYTES}
 
 
 class Compiler:
-    """Notes the programs that begin to be compiled, and can be held, or fail."""
+    """Notes the programs that begin to be compiled, and can be held, or fail: from now on, or in the background."""
 
     def __init__(self, monkeypatch):
         self.begun, self.error, self.open = [], None, threading.Event()
         self.open.set()
+        self.before_background = lambda: None
         compile_it = ProgramSpec.compile
 
         def compile_slowly(spec, sizes, **options):
@@ -35,7 +37,14 @@ class Compiler:
                 raise self.error
             return compile_it(spec, sizes, **options)
 
+        begin = Engine.compile_in_background
+
+        def compile_in_background(engine):
+            self.before_background()
+            begin(engine)
+
         monkeypatch.setattr(ProgramSpec, "compile", compile_slowly)
+        monkeypatch.setattr(Engine, "compile_in_background", compile_in_background)
         monkeypatch.setattr(cache_module, "BACKGROUND_DELAY", 0.0)
 
 
@@ -72,9 +81,9 @@ def test_the_first_answer_waits_for_what_llm_compiles_and_the_rest_comes_after_i
     with AsyncLLM(model_dir, **OPTIONS) as llm:
         assert compiled(llm) == set()
         begun = len(compiler.begun)
-        answered = llm.submit("abc", GREEDY)
-        answered.add_done_callback(lambda _: compiler.open.clear())  # before the background begins
-        assert answered.result(PATIENCE).outputs[0].token_ids == expected.outputs[0].token_ids
+        compiler.before_background = compiler.open.clear
+        answer = llm.submit("abc", GREEDY).result(PATIENCE)
+        assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
         until(lambda: len(compiler.begun) > begun + len(needed))
         assert set(compiler.begun[begun:-1]) == compiled(llm) == needed
         assert llm.submit("xyz", GREEDY).result(PATIENCE)  # it needs no others
@@ -93,8 +102,10 @@ def test_all_can_be_compiled_before_the_first_request(model_dir, compiler, progr
 
 def test_a_request_that_runs_beside_another_waits_for_its_own_programs_alone(model_dir, compiler, monkeypatch):
     with AsyncLLM(model_dir, **OPTIONS) as llm:
-        assert llm.submit("abc", GREEDY).result(PATIENCE)
         monkeypatch.setattr(llm.engine, "compile_in_background", lambda: None)
+        assert llm.submit("abc", GREEDY).result(PATIENCE)
+        assert llm.submit("abc" * 10, GREEDY).result(PATIENCE)  # it needs more, and nobody runs who would wait for it
+        assert llm.stats().compile_misses == 0
         stepping, stepped = threading.Semaphore(0), threading.Event()
         step = llm.engine.step
 
@@ -126,9 +137,8 @@ def test_an_error_ends_the_requests_that_it_concerns(model_dir, compiler, caplog
 
 def test_an_error_in_the_background_is_said_once(model_dir, compiler, caplog):
     with AsyncLLM(model_dir, **OPTIONS) as llm:
-        answered = llm.submit("abc", GREEDY)
-        answered.add_done_callback(lambda _: setattr(compiler, "error", RuntimeError("full\ndisk")))
-        assert answered.result(PATIENCE)
+        compiler.before_background = lambda: setattr(compiler, "error", RuntimeError("full\ndisk"))
+        assert llm.submit("abc", GREEDY).result(PATIENCE)
         until(lambda: caplog.records)
         compiler.error = None
         answers = [llm.submit(prompt, GREEDY) for prompt in ("abc", "abc" * 10, "abd", "x")]
@@ -142,10 +152,8 @@ def test_an_error_in_the_background_is_said_once(model_dir, compiler, caplog):
 def test_the_end_does_not_wait_for_the_background_and_memory_goes_at_once(model_dir, compiler, end):
     llm = AsyncLLM(model_dir, **OPTIONS)
     begun = len(compiler.begun)
-    answered = llm.submit("abc", GREEDY)
-    answered.add_done_callback(lambda _: compiler.open.clear())
-    assert answered.result(PATIENCE)
-    del answered
+    compiler.before_background = compiler.open.clear
+    assert llm.submit("abc", GREEDY).result(PATIENCE)
     begun += len(compiled(llm)) + 1
     until(lambda: len(compiler.begun) == begun)
     held = [weakref.ref(llm._loaded.reservation), *map(weakref.ref, llm.model.leaves.values())]
