@@ -87,7 +87,7 @@ def test_texts_become_tokens_as_the_model_says(tmp_path):
         assert ids("w7", prompt="w8 ") == tokenizer.encode("w8 w7")
         assert ids(whole) == whole
         with pytest.raises(
-            ValueError, match="Text 1: The text has 17 tokens and the model takes 8; shorten it, or leave"
+            ValueError, match="Text 1: The text has 17 tokens and the model takes 8; shorten it, or let it be cut"
         ):
             embedder.embed(["w7", text], truncate=False)
         with pytest.raises(ValueError, match=r"Text 0: PoolingParams.prompt='query' needs a text; got token ids"):

@@ -41,7 +41,8 @@ class AsyncLLM(EngineHolder):
       options: those of `LLM`, for an encoder those of `Embedder`.
 
     The first request waits for the programs that it needs; after its answer, all others are compiled in the background.
-    A request that needs one sooner waits for that one, which comes next; `stats().compile_misses` counts these.
+    A request that needs some sooner waits for them, and they come next. If other requests are running, these wait, too,
+    and `stats().compile_misses` counts the programs.
 
     Requests in flight keep it alive; without any, its thread ends when it is dropped or closed, or the process ends.
 

@@ -128,8 +128,8 @@ class InputProcessor:
         token_ids = encode_prompt(self.tokenizer, text, self._vocab)
         if len(token_ids) > longest:
             raise ValueError(
-                f"The text has {len(token_ids)} tokens and the model takes {longest}; shorten it, or leave "
-                "truncate=False out, which cuts it."
+                f"The text has {len(token_ids)} tokens and the model takes {longest}; shorten it, or let it be cut, as "
+                "it is by default."
             )
         return token_ids
 
