@@ -87,7 +87,9 @@ class ProgramCache[Buckets]:
         """Compile all that calls can ask for within these buckets, several at a time; returns how many were missing.
 
         XLA compiles without the GIL; tracing holds it. Ctrl-C ends the call at once; what XLA was compiling is finished
-        in the background, and a later call finds it. Raises StoppedError, MappingsError.
+        in the background, and a later call finds it. So does the end of `turns`, if there are several workers.
+
+        Raises StoppedError, MappingsError.
         """
         missing = self._missing(buckets)
         if missing:
@@ -98,11 +100,11 @@ class ProgramCache[Buckets]:
                     self._compile(sizes)
                     work.advance()
 
-                if (workers := min(len(missing), workers or os.cpu_count() or 1)) == 1:
+                if workers == 1:
                     for sizes in missing:
                         compile_one(sizes)
                 else:
-                    run_all(compile_one, missing, workers)
+                    run_all(compile_one, missing, workers or os.cpu_count() or 1, self.turns.check)
         return len(missing)
 
     def compile_in_background(self, buckets: Buckets) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
-from jaxinfer.futures import InterruptibleFuture
+from jaxinfer.futures import INTERVAL, InterruptibleFuture
 
 
 class _Calls:
@@ -51,10 +51,21 @@ def start[Result](function: Callable[[], Result]) -> InterruptibleFuture[Result]
     return future
 
 
-def results[Result](futures: Iterable[InterruptibleFuture[Result]]) -> list[Result]:
-    """The results of started calls. If the caller is interrupted, the calls go on by themselves."""
+def results[Result](
+    futures: Iterable[InterruptibleFuture[Result]], check: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """The results of started calls. If the caller is interrupted, the calls go on by themselves.
+
+    check: called while this waits; what it raises interrupts the caller, too.
+    """
+
+    def result(future: InterruptibleFuture[Result]) -> Result:
+        while not future.wait(INTERVAL):
+            check()
+        return future.result()
+
     try:
-        return [future.result() for future in futures]
+        return [result(future) for future in futures]
     except BaseException as error:
         _calls.left |= not isinstance(error, Exception)
         raise
@@ -65,8 +76,16 @@ def interruptible[Result](function: Callable[[], Result]) -> Result:
     return results([start(function)])[0]
 
 
-def run_all[Argument](function: Callable[[Argument], None], arguments: Iterable[Argument], workers: int) -> None:
-    """Make a call for each argument, several at a time. After an error or Ctrl-C, no more of them begin."""
+def run_all[Argument](
+    function: Callable[[Argument], None],
+    arguments: Iterable[Argument],
+    workers: int,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a call for each argument, several at a time. After an error or Ctrl-C, no more of them begin.
+
+    check: as in `results`.
+    """
     remaining = list(arguments)[::-1]
 
     def run() -> None:
@@ -82,7 +101,7 @@ def run_all[Argument](function: Callable[[Argument], None], arguments: Iterable[
             raise
 
     try:
-        results([start(run) for _ in range(min(len(remaining), workers))])
+        results([start(run) for _ in range(min(len(remaining), workers))], check)
     finally:
         remaining.clear()
 
