@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.models.config import PreprocessingConfig, Resampling
+from jaxinfer.models.vision import image_files
 from jaxinfer.models.vision.image_files import RATIO, fitted
 from jaxinfer.models.vision.images import resized_shape
 
@@ -26,10 +27,14 @@ def whole(image, size, cfg):
     return resized[top : top + size, left : left + size]
 
 
-@pytest.mark.parametrize("resampling", Resampling)
+@pytest.mark.parametrize(
+    ("resampling", "whole_bytes"),
+    [*((kind, 0) for kind in Resampling), (Resampling.BICUBIC, image_files.WHOLE_BYTES)],
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_crop_of_the_resized_image(shape, resampling):
+def test_the_crop_of_the_resized_image(shape, resampling, whole_bytes, monkeypatch):
     """Of photographs to the bit, also next to sharp edges, where the order of the sides shows most."""
+    monkeypatch.setattr(image_files, "WHOLE_BYTES", whole_bytes)
     noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     photograph = min(shape) >= 48 and max(shape) < RATIO * min(shape)
     images = (noise, np.where(noise > 127, 255, 0).astype(np.uint8)) if photograph else (noise,)
