@@ -422,8 +422,16 @@ def _cases(name: str) -> dict[str, dict[str, Any]]:
         "extra by name": _config(extra_special_tokens={"tool_token": "<tool>"}),
         "extra and additional": _config(extra_special_tokens=["<tool>"], additional_special_tokens=["<new>"]),
         "no extra but additional": _config(extra_special_tokens=[], additional_special_tokens=["<new>"]),
+        "extra by name and additional": _config(
+            extra_special_tokens={"tool_token": "<tool>"}, additional_special_tokens=["<new>"]
+        ),
+        "extra by name, map additional": {
+            CONFIG: {"extra_special_tokens": {"tool_token": "<tool>"}},
+            SPECIAL: {"additional_special_tokens": ["<new>"]},
+        },
         "model specific": _config(model_specific_special_tokens={"tool_token": "<tool>"}),
         "named alone": _config(image_token="<tool>"),
+        "named alone, as a token": _config(image_token=typed),
         "map": {SPECIAL: {"eos_token": "<tool>", "mask_token": _without_special(_flags("<new>", rstrip=True))}},
         "map over config": {CONFIG: {"eos_token": "<new>"}, SPECIAL: {"eos_token": "<tool>"}},
         "map and decoder": {CONFIG: _decoder(folder, {size: _flags("<tool>")}), SPECIAL: {"eos_token": "<new>"}},

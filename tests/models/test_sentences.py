@@ -94,6 +94,26 @@ def test_texts_become_tokens_as_the_model_says(tmp_path):
             embedder.embed([[5, 6]], prompt="query")
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "stored", "expected"),
+    [
+        ({}, None, (None, "right")),
+        ({"model_max_length": 1e30}, "Right", (None, "right")),
+        ({"model_max_length": None, "max_len": 7}, "Left", (None, "left")),
+        ({"max_len": 7}, "Left", (7, "left")),
+        ({"max_len": 7, "model_max_length": 9, "truncation_side": "right"}, "Left", (9, "right")),
+        ({"model_max_length": 24}, None, (None, "right")),
+    ],
+)
+def test_where_texts_are_cut(tokenizer, stored, expected, tmp_path):
+    """As `AutoTokenizer` of transformers 5 has it; the length that `tokenizer.json` stores is that of each call."""
+    truncation = stored and {"direction": stored, "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    content = GOLDENS["tokenizers"][PLAIN["model"]] | {"truncation": truncation}
+    files = {"tokenizer.json": content, "tokenizer_config.json": tokenizer}
+    sentence = converted(tmp_path, PLAIN | {"files": PLAIN["files"] | files}).sentence
+    assert (sentence.max_seq_length, sentence.truncation_side) == expected
+
+
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, fields in HARMLESS.items() for name in fields])
 def test_fields_that_change_nothing(file, name, plain, tmp_path):
     """The script of the goldens has checked that sentence-transformers' vectors stay the same."""

@@ -139,9 +139,14 @@ def test_the_corrected_pattern_of_mistral_must_be_there(folder):
     ("fields", "message"),
     [
         ({"do_lower_case": "yes"}, "do_lower_case='yes' must be true or false"),
+        # transformers ignores it: there is no `__type`.
+        ({"image_token": {"content": "<tool>"}}, "image_token={'content': '<tool>'} is not implemented"),
         ({"eos_token": 5}, "eos_token=5 is not a token"),
         ({"eos_token": {"content": "a", "strip": True}}, "eos_token=.* is not a token"),
         ({"additional_special_tokens": "<a>"}, "extra_special_tokens='<a>' must be a list"),
+        ({"model_max_length": "512"}, "model_max_length='512' must be a number"),
+        ({"max_len": True}, "max_len=True must be a number"),
+        ({"truncation_side": "Left"}, "truncation_side='Left' must be 'left' or 'right'"),
         ({"tokenizer_class": ["A"]}, r"tokenizer_class=\['A'\] must be a name"),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder=\[1\] must be an object"),
         ({"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder: 'x' is not an id with its token"),

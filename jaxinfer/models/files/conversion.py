@@ -54,7 +54,6 @@ from jaxinfer.models.families.sentence_transformers import (
 )
 from jaxinfer.models.files.description import CONFIG, Description, SentenceConfig, parse_dtype, parse_quantization
 from jaxinfer.models.files.generation_config import GENERATION, SamplingDefaults, read_sampling
-from jaxinfer.models.files.tokenizer_config import TOKENIZER_CONFIG
 from jaxinfer.models.files.tokenizer_files import (
     CHAT_TEMPLATES,
     OLDER,
@@ -190,13 +189,12 @@ class HuggingFaceModel:
     @property
     def texts(self) -> SentenceConfig:
         """How texts to embed become tokens: as sentence-transformers' files say, else as the tokenizer's."""
-        tokenizer = read_json(self.path / TOKENIZER_CONFIG) if self.path.is_dir() else {}
-        cut, side = tokenizer.get("model_max_length"), tokenizer.get("truncation_side")
-        length = self.sentence.max_seq_length or (int(cut) if isinstance(cut, int | float) else None)
-        context = None if isinstance(self.config, VisionConfig) else self.config.context
+        if isinstance(self.config, VisionConfig) or not isinstance(self._tensors, SafetensorsFolder):
+            return SentenceConfig()
+        length = self.sentence.max_seq_length or self._tokenizer.max_length
         return SentenceConfig(
-            max_seq_length=length if length and context and 0 < length < context else None,
-            truncation_side="left" if side == "left" else "right",
+            max_seq_length=length if length is not None and 0 < length < self.config.context else None,
+            truncation_side=self._tokenizer.truncation_side,
             prompts=dict(self.sentence.prompts),
             default_prompt=self.sentence.default_prompt,
         )

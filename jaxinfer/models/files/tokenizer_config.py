@@ -9,7 +9,7 @@ import copy
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tokenizers
@@ -22,17 +22,18 @@ from jaxinfer.models.files.tokenizer_classes import BERT, GPT2, PLAIN, PLAIN_NAM
 log = logging.getLogger(__name__)
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_NAMED = "model_specific_special_tokens"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 READ = {
     *_ROLES,
     *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
-    *("model_specific_special_tokens", "add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
+    *(_NAMED, "add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "clean_up_tokenization_spaces"),
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
 }
 """The fields that change ids or texts here. So does each other field `*_token` with a text, a special token."""
 HARMLESS = {
-    "prompts are neither cut nor padded": (
+    "only texts to embed are cut, as max_length and truncation_side below say, and none is padded": (
         *("model_max_length", "max_len", "max_length", "stride", "truncation", "truncation_side"),
         *("truncation_strategy", "padding", "padding_side", "pad_to_multiple_of", "pad_token_type_id"),
     ),
@@ -72,7 +73,7 @@ class TokenizerJson(msgspec.Struct, kw_only=True):
     """A `tokenizer.json` whose model, most of the file, is not decoded."""
 
     version: str = "1.0"
-    truncation: Any = None
+    truncation: dict[str, Any] | None = None
     padding: Any = None
     added_tokens: list[dict[str, Any]] = []
     normalizer: dict[str, Any] | None = None
@@ -113,7 +114,9 @@ class TokenizerConfig:
         for name, value in fields.items():
             if name in _KNOWN or value in (None, False, "", [], {}):
                 continue
-            if name.endswith("_token") and isinstance(value, str | dict):
+            if name.endswith("_token") and (
+                isinstance(value, str) or (isinstance(value, dict) and _is_token(file, value))
+            ):
                 continue
             if name == "fix_mistral_regex" and _FIXED_MISTRAL.encode() in content:
                 continue
@@ -126,16 +129,16 @@ class TokenizerConfig:
 
     def _merged(self, config: dict[str, Any]) -> dict[str, Any]:
         """The fields of the config, and of `special_tokens_map.json` unless the config lists its added tokens."""
-        fields = _with_extra(config)
+        fields = _with_named(_with_extra(config))
         if "added_tokens_decoder" in config:
-            return fields
+            return _with_extra(fields)
         special = read_json(self._path / SPECIAL_TOKENS)
         self._check(SPECIAL_TOKENS, special, b"")
         extra = special.get("extra_special_tokens")
         if isinstance(extra, list):
             earlier = fields.get("extra_special_tokens") or []
             special["extra_special_tokens"] = [*earlier, *(token for token in extra if token not in earlier)]
-        fields |= special
+        fields = _with_named(fields | special)
         return fields if "extra_special_tokens" in fields else _with_extra(fields)
 
     def without_json(self) -> TokenizerJson | None:
@@ -258,9 +261,8 @@ class TokenizerConfig:
     def _roles(self, tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[str, AddedToken]]:
         """Each role, and its token: that of the files, or the class's if the vocabulary has it."""
         others = {name: value for name, value in self._fields.items() if name.endswith("_token") and name not in _ROLES}
-        for name in ("model_specific_special_tokens", "extra_special_tokens"):
-            value = self._fields.get(name)
-            others |= value if isinstance(value, dict) else {}
+        value = self._fields.get(_NAMED)
+        others |= value if isinstance(value, dict) else {}
         for role in _ROLES:
             default = self.kind.tokens.get(role)
             if token := self._field_token(role):
@@ -278,8 +280,6 @@ class TokenizerConfig:
     def _extra(self) -> list[AddedToken]:
         """Special tokens without a role."""
         value = self._fields.get("extra_special_tokens") or []
-        if isinstance(value, dict):
-            return []
         if not isinstance(value, list):
             raise self._error(TOKENIZER_CONFIG, f"extra_special_tokens={value!r} must be a list of tokens; correct it")
         return [self._token(TOKENIZER_CONFIG, "extra_special_tokens", token) for token in value]
@@ -300,6 +300,25 @@ class TokenizerConfig:
         """The token that has a role, once tokens are applied."""
         token = self._named.get(role)
         return None if token is None else token.content
+
+    # How texts to embed are cut
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text; None: any number."""
+        name = "model_max_length" if "model_max_length" in self._fields else "max_len"
+        value = self._fields.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise self._error(TOKENIZER_CONFIG, f"{name}={value!r} must be a number; correct it")
+        return None if value is None else int(value)
+
+    def truncation_side(self, parts: TokenizerJson | None) -> Literal["left", "right"]:
+        """The end of a text that is cut, by `tokenizer_config.json` or else by `tokenizer.json`."""
+        stored = {} if parts is None or parts.truncation is None else parts.truncation
+        side = self._fields.get("truncation_side", "left" if stored.get("direction") == "Left" else "right")
+        if side not in ("left", "right"):
+            raise self._error(TOKENIZER_CONFIG, f"truncation_side={side!r} must be 'left' or 'right'; correct it")
+        return side
 
     # What needs the tokens' ids
 
@@ -355,6 +374,20 @@ def _with_extra(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "additional_special_tokens" in fields and not fields.get("extra_special_tokens"):
         fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
     return fields
+
+
+def _with_named(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with special tokens that `extra_special_tokens` names in an object, and does not list, beside it."""
+    named = fields.get("extra_special_tokens")
+    if not isinstance(named, dict):
+        return dict(fields)
+    others = {name: value for name, value in fields.items() if name != "extra_special_tokens"}
+    return others | {_NAMED: (others.get(_NAMED) or {}) | named}
+
+
+def _is_token(file: str, value: dict[str, Any]) -> bool:
+    """Whether transformers takes an object for a token where a field is none of the usual ones."""
+    return file == SPECIAL_TOKENS or value.get("__type") == "AddedToken"
 
 
 def _merging(vocab: pathlib.Path, merges: pathlib.Path) -> dict[str, Any]:

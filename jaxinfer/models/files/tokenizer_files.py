@@ -41,6 +41,10 @@ class FolderTokenizer:
       family: the `model_type` of its `config.json`.
       lowercase: whether texts become lower case first, unless they do anyway.
 
+    Attributes:
+      max_length: the most tokens of a text to embed; None: any number.
+      truncation_side: the end of a longer one that is cut.
+
     Raises CheckpointError for settings that are not implemented, and for a tokenizer that exists only in a form that we
     cannot read.
     """
@@ -51,6 +55,8 @@ class FolderTokenizer:
         self._config = TokenizerConfig(path, family, content)
         self._tokenizer: tokenizers.Tokenizer | None = None
         parts = self._config.without_json() if content is None else _decoded(self._file, content)
+        self.max_length = self._config.max_length
+        self.truncation_side = self._config.truncation_side(parts)
         if parts is not None:
             self._build(parts, content, lowercase=lowercase)
         elif models := [name for name in _UNREADABLE if (path / name).is_file()]:
