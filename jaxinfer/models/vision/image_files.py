@@ -55,7 +55,7 @@ def read_image(path: str | Path) -> np.ndarray:
     with _opened(path) as image:
         from PIL import ImageOps
 
-        return _rgb(ImageOps.exif_transpose(image), path)
+        return _rgb(ImageOps.exif_transpose(image), path, file_format=image.format)
 
 
 def check_image_file(path: str | Path) -> None:
@@ -104,20 +104,27 @@ def is_pillow(image: object) -> bool:
     return module is not None and isinstance(image, module.Image)
 
 
-def _rgb(image: Any, name: str | Path) -> np.ndarray:
-    """Convert an image of Pillow: uint8 [H, W, 3]. name: what errors call it."""
+def _rgb(image: Any, name: str | Path, *, file_format: str | None = None) -> np.ndarray:
+    """Convert an image of Pillow: uint8 [H, W, 3].
+
+    Args:
+      name: what errors call it.
+      file_format: of the file that it comes from.
+    """
     from PIL import Image
 
     if image.mode[0] in "IF":  # 16 or 32 bits, which `convert` would cut off at 255
-        image = Image.fromarray(_upper_bits(np.asarray(image), name))
+        # Mode I has pixels of 32 bits, whatever was put there; of PPM files it has 16-bit ones.
+        may_have_8_bits = image.mode == "I" and file_format != "PPM"
+        image = Image.fromarray(_upper_bits(np.asarray(image), name, may_have_8_bits=may_have_8_bits))
     return np.asarray(image.convert("RGB"))
 
 
-def _upper_bits(pixels: np.ndarray, name: str | Path) -> np.ndarray:
-    """Convert 16-bit pixels to uint8. In Pillow's mode I, of 32 bits, pixels up to 255 are 8-bit ones."""
+def _upper_bits(pixels: np.ndarray, name: str | Path, *, may_have_8_bits: bool) -> np.ndarray:
+    """Convert 16-bit pixels to uint8. may_have_8_bits: whether those up to 255 are 8-bit ones."""
     if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
         raise ValueError(f"{name}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
-    has_8_bits = pixels.dtype != np.uint16 and pixels.max() <= 0xFF
+    has_8_bits = may_have_8_bits and pixels.max() <= 0xFF
     return (pixels if has_8_bits else pixels >> 8).astype(np.uint8)
 
 

@@ -194,6 +194,10 @@ def test_images_of_16_bits(tmp_path):
     dark = pixels.astype(np.uint16)
     Image.fromarray(dark).save(tmp_path / "dark.png")
     np.testing.assert_array_equal(load_image(tmp_path / "dark.png", 8)[..., 0], dark >> 8)
+    Image.frombytes("I;16B", (8, 8), dark.astype(">u2").tobytes()).save(tmp_path / "dark.tif")
+    (tmp_path / "dark.pgm").write_bytes(b"P5 8 8 65535\n" + dark.astype(">u2").tobytes())
+    for name in ("dark.tif", "dark.pgm"):
+        np.testing.assert_array_equal(load_image(tmp_path / name, 8)[..., 0], dark >> 8)
     for name, dtype in (("float.tif", np.float32), ("32.tif", np.int32)):
         Image.fromarray(pixels.astype(dtype) * 1000).save(tmp_path / name)
         with pytest.raises(InvalidImageError, match=r"pixels are \w+32; save the image with 8 or 16 bits a channel"):
