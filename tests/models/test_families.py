@@ -14,6 +14,7 @@ from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, BlockKind, PositionKind, RopeScaling
 from jaxinfer.models.families import FAMILIES, STATE_DICTS, family_of, gemma2, mapping, plan
 from jaxinfer.models.families.fields import surveyed
+from jaxinfer.models.files.conversion import describe_fields
 from jaxinfer.models.layers.rotary import rotary_frequencies
 from tests.models import goldens, vision
 
@@ -120,6 +121,18 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 def test_refusals_name_field_and_value(name, changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(name, **changes)
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_a_field_that_changes_which_tokens_are_seen_is_refused(name, tmp_path):
+    """Of any family: decoders see earlier tokens, encoders all."""
+    causal, hf = name in goldens.DECODERS, hf_config(name)
+    describe_fields(tmp_path, hf | {"is_causal": causal})
+    text = {"text_config": hf["text_config"] | {"is_causal": False}} if "text_config" in hf else {}
+    for changes in ({"is_causal": not causal}, text):
+        if changes:
+            with pytest.raises(ValueError, match=f"is_causal={not causal} is not implemented, only {causal}"):
+                describe_fields(tmp_path, hf | changes)
 
 
 JSON_VALUES = (None, True, -1, 0, 2**40, 1.5, -0.5, float("inf"), "x", [], [1], [None, "x"], [0, 0, 0], {}, {"a": 1})

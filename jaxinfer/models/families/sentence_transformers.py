@@ -15,7 +15,8 @@ from jaxinfer.models.families.fields import Fields
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 TRANSFORMER = tuple(
-    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 """Where the options of the transformer are: the first of these that exists."""
 MODULE_CONFIG = r"[^/]+/config\.json"

@@ -43,6 +43,7 @@ from jaxinfer.models.families import (
     recognise,
     yolov5,
 )
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.families.sentence_transformers import (
     MODULE_CONFIG,
@@ -433,7 +434,13 @@ def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarra
 def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a directory, by the fields of its `config.json` and the files beside it."""
     family = family_of(fields)
-    return family, _with_preprocessor(path, _with_pooling(path, family.config(fields)), family)
+    config = family.config(fields)
+    if not isinstance(config, VisionConfig):
+        # In transformers, this field decides for any model of texts whether tokens see later ones.
+        for part in (fields, fields.get("text_config")):
+            if isinstance(part, dict):
+                Fields(part).expect("is_causal", isinstance(config, DecoderConfig))
+    return family, _with_preprocessor(path, _with_pooling(path, config), family)
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
