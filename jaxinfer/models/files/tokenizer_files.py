@@ -8,7 +8,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tokenizers
@@ -56,7 +56,7 @@ class FolderTokenizer:
         self._tokenizer: tokenizers.Tokenizer | None = None
         parts = self._config.without_json() if content is None else _decoded(self._file, content)
         self.max_length = self._config.max_length
-        self.truncation_side = self._config.truncation_side(parts)
+        self.truncation_side: Literal["left", "right"] = self._config.truncation_side(parts)
         if parts is not None:
             self._build(parts, content, lowercase=lowercase)
         elif models := [name for name in _UNREADABLE if (path / name).is_file()]:
