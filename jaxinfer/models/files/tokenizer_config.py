@@ -386,7 +386,7 @@ def _with_named(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_token(file: str, value: dict[str, Any]) -> bool:
-    """Whether transformers takes an object for a token where a field is none of the usual ones."""
+    """Tell whether transformers takes an object for a token where a field is none of the usual ones."""
     return file == SPECIAL_TOKENS or value.get("__type") == "AddedToken"
 
 
