@@ -194,6 +194,11 @@ def test_tokenizer_is_built_from_wordpieces(tmp_path, out):
     assert tokenizer.encode("Hello worlds").tokens == ["[CLS]", "hello", "world", "##s", "[SEP]"]
 
 
+def test_an_adapter_beside_a_model_is_refused(hf, out):
+    (hf / "adapter_config.json").write_text("{}")
+    _refuses(hf, out, "adapter_config.json is beside the model, and transformers would load that adapter: merge it")
+
+
 def test_without_tokenizer(hf, out):
     convert(hf, out)
     assert not (out / "tokenizer.json").exists()

@@ -205,6 +205,11 @@ def test_files_that_are_missing(tmp_path):
     (hf / POOLING).unlink()
     with pytest.raises(CheckpointError, match=r"1_Pooling/config.json: no such file, and modules.json lists it"):
         convert(hf, tmp_path / "model")
+    modules = json.loads((hf / MODULES).read_text())
+    modules[1]["path"] = "../elsewhere"
+    (hf / MODULES).write_text(json.dumps(modules))
+    with pytest.raises(CheckpointError, match=r"names a file '../elsewhere/config\.json' outside of it"):
+        convert(hf, tmp_path / "model")
     (hf / MODULES).write_text("{}")
     with pytest.raises(CheckpointError, match=r"modules.json: not a JSON list of objects"):
         convert(hf, tmp_path / "model")

@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, is_complete, read_file
 from jaxinfer.checkpoints.huggingface import SINGLE, SafetensorsFolder, TensorInfo, read_json, read_json_list
 from jaxinfer.checkpoints.manifest import part_of
-from jaxinfer.checkpoints.paths import find_gguf
+from jaxinfer.checkpoints.paths import find_gguf, inside
 from jaxinfer.models.config import (
     DecoderConfig,
     EncoderConfig,
@@ -71,6 +71,7 @@ from jaxinfer.progress import ProgressOption, long_work, showing
 log = logging.getLogger(__name__)
 
 LABELS = "labels.txt"
+ADAPTER = "adapter_config.json"
 SOURCE = "source.json"
 """In a model directory that was converted from a repository of the hub: which, and which commit of it."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -284,7 +285,7 @@ def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
 
 def beside_weights(names: Collection[str]) -> list[str]:
     """Return those files of a Hugging Face directory that are read beside its weights."""
-    read = {CONFIG, GENERATION, PREPROCESSOR, LABELS, MODULES, PROMPTS, *TRANSFORMER, *READ}
+    read = {CONFIG, ADAPTER, GENERATION, PREPROCESSOR, LABELS, MODULES, PROMPTS, *TRANSFORMER, *READ}
     if TOKENIZER not in names:
         read |= set(OLDER)
     inside = rf"{CHAT_TEMPLATES}/.*\.jinja|{MODULE_CONFIG}"
@@ -320,7 +321,7 @@ def sentence_files(path: pathlib.Path, config: ModelConfig) -> SentenceModules:
     """Read the files of sentence-transformers beside a model. Raises ValueError for what is not implemented."""
     if isinstance(config, VisionConfig) or not path.is_dir():
         return SentenceModules()
-    read = sentence_modules(read_json_list(path / MODULES), lambda name: read_json(path / name), config.embed)
+    read = sentence_modules(read_json_list(path / MODULES), lambda name: read_json(inside(path, name)), config.embed)
     if read.dense and not isinstance(config, EncoderConfig):
         raise ValueError(f"{MODULES}: Dense is not implemented behind a decoder; choose another checkpoint.")
     return read
@@ -433,6 +434,11 @@ def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarra
 
 def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a directory, by the fields of its `config.json` and the files beside it."""
+    if (path / ADAPTER).is_file():
+        raise ValueError(
+            f"{ADAPTER} is beside the model, and transformers would load that adapter: merge it, or move it "
+            "elsewhere and pass it in `adapters`."
+        )
     family = family_of(fields)
     config = family.config(fields)
     if not isinstance(config, VisionConfig):
