@@ -52,7 +52,8 @@ def render() -> str:
         _table(["family", "`model_type`", "kind"], [_names(family) for family in images]),
         "## Refused fields",
         wrapped(
-            f"Every `config.json` is refused for {_others(expected_always())}. It is also refused for an activation, "
+            f"Every `config.json` is refused for {_others(expected_always())}. It is also refused for "
+            "another `is_causal` than its family's, an activation, "
             "a kind of layer or a rope type that is not implemented. Some families refuse fields that depend on "
             "others. In addition:"
         ),

@@ -43,7 +43,7 @@ from jaxinfer.models.families import (
     recognise,
     yolov5,
 )
-from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.fields import refuse
 from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.families.sentence_transformers import (
     MODULE_CONFIG,
@@ -442,11 +442,16 @@ def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family,
     family = family_of(fields)
     config = family.config(fields)
     if not isinstance(config, VisionConfig):
-        # In transformers, this field decides for any model of texts whether tokens see later ones.
-        for part in (fields, fields.get("text_config")):
-            if isinstance(part, dict):
-                Fields(part).expect("is_causal", isinstance(config, DecoderConfig))
+        _refuse_other_attention(fields, causal=isinstance(config, DecoderConfig))
     return family, _with_preprocessor(path, _with_pooling(path, config), family)
+
+
+def _refuse_other_attention(fields: dict[str, Any], *, causal: bool) -> None:
+    """Refuse `is_causal`, which in transformers decides for any model of texts whether tokens see later ones."""
+    for part in (fields, fields.get("text_config")):
+        if isinstance(part, dict) and part.get("is_causal") not in (None, causal):
+            value = part["is_causal"]
+            refuse(f"{CONFIG}: is_causal={value!r} is not implemented, only {causal}; choose another checkpoint.")
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:

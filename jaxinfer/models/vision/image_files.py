@@ -252,7 +252,7 @@ def _resize_side(pixels: np.ndarray, axis: int, side: _Side, resampling: Resampl
 
 
 def _kernel(resampling: Resampling) -> Any:
-    """Pillow's name of a way to resize."""
+    """Return Pillow's name of a way to resize."""
     from PIL import Image
 
     return Image.Resampling["BILINEAR" if resampling is Resampling.LINEAR else resampling.name]
