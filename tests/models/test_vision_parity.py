@@ -406,6 +406,66 @@ def test_spellings_of_a_preprocessor(fields, tmp_path):
     assert HuggingFaceModel(folder).config == HuggingFaceModel(vision.DIRECTORY / "vit_odd").config
 
 
+PREPROCESSOR_FIELDS = {
+    "nothing": [
+        {"crop_size": {"height": 8, "width": 8}},  # nothing is cropped
+        {"default_to_square": False},  # the size has two sides
+        {"data_format": "channels_last"},
+        {"device": "cpu"},
+        {"disable_grouping": True},
+        {"do_convert_rgb": True},
+        {"do_pad": False},
+        {"do_resize": True},
+        {"do_rescale": True},
+        {"do_normalize": True},
+        {"do_center_crop": False},
+        {"input_data_format": "channels_first"},
+        {"return_tensors": "pt"},
+        {"processor_class": "ViTProcessor"},
+        {"auto_map": {"AutoImageProcessor": "x.Y"}},
+        {"_valid_processor_keys": ["images"]},
+        {"crop_pct": 0.5},  # ConvNext's
+    ],
+    "another config": [
+        {"do_resize": False},
+        {"resample": 3},
+        {"rescale_factor": 0.25},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"image_mean": [0.1, 0.2, 0.3]},
+        {"image_std": [0.1, 0.2, 0.3]},
+    ],
+    "refused": [
+        {"do_pad": True},
+        {"pad_size": {"height": 99, "width": 99}},
+        {"image_seq_length": 5},
+        {"size": {"height": 8, "width": 8}},
+        {"size": {"longest_edge": 8}},
+        {"do_center_crop": True},
+        {"resample": 7},
+        {"image_processor_type": "CLIPImageProcessor"},
+        {"another": 1},
+    ],
+}
+"""All fields of transformers' `ImagesKwargs`, of ConvNext's processor, and of the files themselves."""
+
+
+@pytest.mark.parametrize(
+    ("effect", "field"),
+    [(effect, field) for effect, fields in PREPROCESSOR_FIELDS.items() for field in fields],
+    ids=str,
+)
+def test_each_field_of_a_preprocessor_has_an_effect_or_is_known_to_have_none(effect, field, tmp_path):
+    fields = {"image_processor_type": "ViTImageProcessor", "size": {"height": SIZE, "width": SIZE}}
+    folder, plain = copied("vit_odd", tmp_path, preprocessor_config=fields | field), vision.DIRECTORY / "vit_odd"
+    if effect == "refused":
+        with pytest.raises(CheckpointError, match=f"preprocessor_config.json: .*({next(iter(field))}|images of)"):
+            HuggingFaceModel(folder)
+    else:
+        same = HuggingFaceModel(folder).config == HuggingFaceModel(plain).config
+        assert same == (effect == "nothing")
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "expected"),
     [
