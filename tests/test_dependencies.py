@@ -47,6 +47,7 @@ TOOLS = {
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
     "tests/goldens/make_default_goldens.py": {"transformers"},
+    "tests/goldens/make_field_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_generation_goldens.py": {"transformers"},
     "tests/goldens/make_gguf_goldens.py": {"llama-cpp-python", "sentencepiece", "torch", "transformers"},
     "tests/goldens/make_goldens.py": {"torch", "transformers"},

@@ -1,4 +1,7 @@
-"""A `config.json` that lacks a field means what it means to transformers (`goldens/make_default_goldens.py`)."""
+"""Each field of `config.json`: left out, it means what it means to transformers; with another value, it has an effect.
+
+The goldens are made by `goldens/make_default_goldens.py` and `goldens/make_field_goldens.py`.
+"""
 
 import copy
 import json
@@ -6,10 +9,12 @@ import json
 import pytest
 
 from jaxinfer.models.families import FAMILIES
+from jaxinfer.models.files.conversion import describe_fields
 from tests.models import goldens
 
 OTHERS = {("mistral3_awkward", "tie_word_embeddings"), ("mistral3_text", "tie_word_embeddings")}
 """Defaults that differ: Mistral Small 3.1 has a head of its own, and no field that says so."""
+FIELDS = json.loads((goldens.DIRECTORY / "fields.json").read_text())
 DEFAULTS = json.loads((goldens.DIRECTORY / "defaults.json").read_text())
 
 
@@ -42,3 +47,16 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
         if shorter != complete and not refused and (name, path) not in OTHERS:
             wrong[path] = shorter if isinstance(shorter, str) else changed
     assert wrong == {}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_that_changes_transformers_result_changes_the_config_or_is_refused(name):
+    folder, ignored = goldens.DIRECTORY / name, []
+    fields = json.loads((folder / "config.json").read_text())
+    plain = describe_fields(folder, fields)
+    for field, value in FIELDS[name].items():
+        try:
+            ignored += [field] if describe_fields(folder, fields | {field: value}) == plain else []
+        except ValueError:  # refused: other tests read the messages
+            continue
+    assert ignored == []
