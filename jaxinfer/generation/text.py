@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from numbers import Number
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, Unpack, cast
+from typing import Annotated, Any, TypedDict, Unpack, cast
 
 import numpy as np
 import tokenizers
@@ -12,6 +12,7 @@ from msgspec import Meta
 from jaxinfer.checkpoints import read_file
 from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages
 from jaxinfer.generation.fields import check, shown
+from jaxinfer.models.files.description import SentenceConfig, TruncationSide
 
 Prompt = str | list[int]
 """The input of a model: a text, or token ids."""
@@ -24,14 +25,11 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _TokenIds = Annotated[list[int], Meta(description="a text, or a list of token ids (integers)")]
 
 
-Side = Literal["left", "right"]
-
-
 class TruncationOptions(TypedDict, total=False):
     """Options of `Tokenizer.encode`."""
 
     max_tokens: int | None
-    truncation_side: Side
+    truncation_side: TruncationSide
 
 
 class Tokenizer:
@@ -68,7 +66,9 @@ class Tokenizer:
         joins = letter is not None and self._tokenizer.decode([letter]) == "a"
         return {i for i in ids if i is not None} if joins else set()
 
-    def encode(self, text: str, *, max_tokens: int | None = None, truncation_side: Side = "right") -> list[int]:
+    def encode(
+        self, text: str, *, max_tokens: int | None = None, truncation_side: TruncationSide = "right"
+    ) -> list[int]:
         """Encode a text, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame).
 
         Args:
@@ -147,6 +147,39 @@ def encode_prompt(
         ids = tokenizer.encode(prompt, **cut)
     if unknown := [i for i in ids if not 0 <= i < vocab]:
         raise ValueError(f"Token ids {shown(unknown[:5])} of the prompt are outside the vocabulary [0, {vocab}).")
+    return ids
+
+
+def encode_to_embed(
+    tokenizer: Tokenizer | None,
+    text: str,
+    sentence: SentenceConfig,
+    *,
+    vocab: int,
+    context: int,
+    prompt: str | None = None,
+    truncate: bool = True,
+) -> list[int]:
+    """Encode a text to embed, after its prompt, cut to what the model takes.
+
+    Args:
+      sentence: how the model's texts become tokens.
+      context: the most tokens of a request.
+      prompt: as in `PoolingParams`.
+      truncate: whether a longer text is cut; False: ValueError.
+
+    Raises ValueError as `encode_prompt` does.
+    """
+    longest = min(sentence.max_seq_length or context, context)
+    text = sentence.prompt(prompt) + text
+    if truncate:
+        return encode_prompt(tokenizer, text, vocab, max_tokens=longest, truncation_side=sentence.truncation_side)
+    ids = encode_prompt(tokenizer, text, vocab)
+    if len(ids) > longest:
+        raise ValueError(
+            f"The text has {len(ids)} tokens and the model takes {longest}; shorten it, or let it be cut, as it is by "
+            "default."
+        )
     return ids
 
 

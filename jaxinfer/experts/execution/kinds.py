@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.generation.text import Tokenizer, encode_to_embed
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.description import SentenceConfig
 from jaxinfer.models.files.loading import OpenedModel
@@ -226,10 +226,12 @@ class TextEncoder:
             if self._tokenizer is None:
                 raise InvalidInputError("the expert has no tokenizer: give token ids instead of a text.")
             try:
-                payload = self._tokenizer.encode(
-                    self._sentence.prompt(None) + payload,
-                    max_tokens=self._sentence.max_seq_length or self.config.context,
-                    truncation_side=self._sentence.truncation_side,
+                payload = encode_to_embed(
+                    self._tokenizer,
+                    payload,
+                    self._sentence,
+                    vocab=self.config.vocab,
+                    context=self.config.context,
                 )
             except ValueError as error:
                 raise InvalidInputError(str(error)) from error

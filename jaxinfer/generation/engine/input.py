@@ -17,7 +17,7 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.bitmasks import bitmask_of
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
-from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
+from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt, encode_to_embed
 from jaxinfer.models.files.description import SentenceConfig
 
 _RequestId = Annotated[str, Meta(min_length=1, description="a non-empty string")]
@@ -111,7 +111,7 @@ class InputProcessor:
         )
 
     def _encode_to_embed(self, text: Prompt, params: PoolingParams) -> list[int]:
-        """Encode a text after its prompt, cut to what the model takes; token ids stay as they are."""
+        """Encode a text by `encode_to_embed`; token ids stay as they are."""
         if self._sentence is None:
             raise ValueError(
                 "An older version of jaxinfer converted this model, without how it embeds; convert the model again."
@@ -120,18 +120,15 @@ class InputProcessor:
             if params.prompt is not None:
                 raise ValueError(f"PoolingParams.prompt={shown(params.prompt)} needs a text; got token ids.")
             return encode_prompt(self.tokenizer, text, self._vocab)
-        longest = min(self._sentence.max_seq_length or self._context, self._context)
-        text = self._sentence.prompt(params.prompt) + text
-        if params.truncate:
-            side = self._sentence.truncation_side
-            return encode_prompt(self.tokenizer, text, self._vocab, max_tokens=longest, truncation_side=side)
-        token_ids = encode_prompt(self.tokenizer, text, self._vocab)
-        if len(token_ids) > longest:
-            raise ValueError(
-                f"The text has {len(token_ids)} tokens and the model takes {longest}; shorten it, or let it be cut, as "
-                "it is by default."
-            )
-        return token_ids
+        return encode_to_embed(
+            self.tokenizer,
+            text,
+            self._sentence,
+            vocab=self._vocab,
+            context=self._context,
+            prompt=params.prompt,
+            truncate=params.truncate,
+        )
 
     def check_own(self, request: Request) -> None:
         """Raise ValueError for a request that another engine has prepared."""

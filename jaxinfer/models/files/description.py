@@ -26,6 +26,8 @@ from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 CONFIG = "config.json"
+TruncationSide = Literal["left", "right"]
+"""The end of a text that is cut."""
 DTYPES = ("float32", "bfloat16", "float16")
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -45,13 +47,13 @@ class SentenceConfig:
 
     Attributes:
       max_seq_length: the number of tokens that longer texts are cut to; None: the model's context.
-      truncation_side: the end of the text that is cut.
+      truncation_side: the end that is cut.
       prompts: texts that are put before a text, by name.
       default_prompt: the name of the prompt of texts that come without one.
     """
 
     max_seq_length: int | None = None
-    truncation_side: Literal["left", "right"] = "right"
+    truncation_side: TruncationSide = "right"
     prompts: dict[str, str] = dataclasses.field(default_factory=dict)
     default_prompt: str | None = None
 
