@@ -89,10 +89,17 @@ def sentence_modules(modules: Sequence[Mapping[str, Any]] | None, read: ReadJson
     pooling = _pooling(f"{folders['Pooling']}/config.json", read, embed)
     if pooling is None and modules is not None:
         raise ValueError(f"{folders['Pooling']}/config.json: no such file, and {MODULES} lists it; fetch it.")
-    dense = tuple((folder, _dense(f"{folder}/config.json", read)) for kind, folder in listed if kind == "Dense")
-    _check_widths(dense, read, embed)
-    normalize = "Normalize" in folders
-    return SentenceModules(pooling=pooling, dense=dense, normalize=normalize, **_transformer(read), **_prompts(read))
+    dense: list[tuple[str, DenseConfig]] = []
+    for folder in (folder for kind, folder in listed if kind == "Dense"):
+        inputs = dense[-1][1].outputs if dense else embed
+        dense.append((folder, _dense(f"{folder}/config.json", read, inputs)))
+    return SentenceModules(
+        pooling=pooling,
+        dense=tuple(dense),
+        normalize="Normalize" in folders,
+        **_transformer(read),
+        **_prompts(read),
+    )
 
 
 def _listed(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -136,8 +143,9 @@ def _pooling(file: str, read: ReadJson, embed: int) -> Pooling | None:
     return _MODES[modes[0]]
 
 
-def _dense(file: str, read: ReadJson) -> DenseConfig:
+def _dense(file: str, read: ReadJson, inputs: int) -> DenseConfig:
     fields = Fields(read(file), file)
+    fields.expect("in_features", inputs, "use the files of the same checkpoint")
     known = {"in_features", "out_features", "bias", "activation_function"}
     for name, only in (
         ("module_input_name", "sentence_embedding"),
@@ -158,14 +166,6 @@ def _dense(file: str, read: ReadJson) -> DenseConfig:
         activation=_ACTIVATIONS[name],
         bias=fields.flag("bias", default=True),
     )
-
-
-def _check_widths(dense: tuple[tuple[str, DenseConfig], ...], read: ReadJson, embed: int) -> None:
-    for folder, config in dense:
-        Fields(read(f"{folder}/config.json"), f"{folder}/config.json").expect(
-            "in_features", embed, "use the files of the same checkpoint"
-        )
-        embed = config.outputs
 
 
 def _transformer(read: ReadJson) -> dict[str, Any]:
