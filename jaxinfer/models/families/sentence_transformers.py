@@ -19,6 +19,8 @@ TRANSFORMER = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 """Where the options of the transformer are: the first of these that exists."""
+SENTENCE_FILES = (MODULES, PROMPTS, *TRANSFORMER)
+"""The files in the model's folder; `MODULE_CONFIG` matches those in folders of modules."""
 MODULE_CONFIG = r"[^/]+/config\.json"
 """A pattern for the files with a module's options."""
 POOLING = "1_Pooling"

@@ -48,8 +48,7 @@ from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preproc
 from jaxinfer.models.families.sentence_transformers import (
     MODULE_CONFIG,
     MODULES,
-    PROMPTS,
-    TRANSFORMER,
+    SENTENCE_FILES,
     SentenceModules,
     sentence_modules,
 )
@@ -285,7 +284,7 @@ def _ids(path: pathlib.Path, role: str, value: Any) -> tuple[int, ...]:
 
 def beside_weights(names: Collection[str]) -> list[str]:
     """Return those files of a Hugging Face directory that are read beside its weights."""
-    read = {CONFIG, ADAPTER, GENERATION, PREPROCESSOR, LABELS, MODULES, PROMPTS, *TRANSFORMER, *READ}
+    read = {CONFIG, ADAPTER, GENERATION, PREPROCESSOR, LABELS, *SENTENCE_FILES, *READ}
     if TOKENIZER not in names:
         read |= set(OLDER)
     inside = rf"{CHAT_TEMPLATES}/.*\.jinja|{MODULE_CONFIG}"

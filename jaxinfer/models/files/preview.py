@@ -13,14 +13,14 @@ from jaxinfer.models.config import VisionConfig
 from jaxinfer.models.families import is_timm
 from jaxinfer.models.families.fields import surveyed
 from jaxinfer.models.families.image_processors import PREPROCESSOR
-from jaxinfer.models.families.sentence_transformers import MODULE_CONFIG, MODULES, PROMPTS, TRANSFORMER
+from jaxinfer.models.families.sentence_transformers import MODULE_CONFIG, SENTENCE_FILES
 from jaxinfer.models.files.conversion import HuggingFaceModel, describe_fields, describe_texts
 from jaxinfer.models.files.description import CONFIG, DTYPES, Description
 from jaxinfer.models.files.generation_config import GENERATION
 from jaxinfer.models.files.tokenizer_config import TOKENIZER_CONFIG
 from jaxinfer.models.files.tokenizer_files import TOKENIZER, FolderTokenizer, token_texts, tokenizer_files
 
-_BESIDE_CONFIG = (CONFIG, GENERATION, PREPROCESSOR, MODULES, PROMPTS, *TRANSFORMER, TOKENIZER_CONFIG)
+_BESIDE_CONFIG = (CONFIG, GENERATION, PREPROCESSOR, *SENTENCE_FILES, TOKENIZER_CONFIG)
 
 
 def described_by(names: Collection[str]) -> list[str]:
