@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from jaxinfer.cli.common import LayerFilesOption, MeshOption, parse_mesh
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -75,10 +76,11 @@ def convert(
             raise ValueError(f"{option} needs --layout streaming: add it, or leave out {option}.")
     if out_dir is None and (dtype or quantize or layout != "orbax"):
         raise ValueError("--dtype, --quantize and --layout need an OUT_DIR: the cache keeps models as they are stored.")
-    from jaxinfer.hub import fetch, resolve
-    from jaxinfer.models.files.conversion import convert as convert_model
-    from jaxinfer.models.files.conversion import open_writer
-    from jaxinfer.models.files.description import Description
+    with long_work(f"reading {source}"):
+        from jaxinfer.hub import fetch, resolve
+        from jaxinfer.models.files.conversion import convert as convert_model
+        from jaxinfer.models.files.conversion import open_writer
+        from jaxinfer.models.files.description import Description
 
     if out_dir is None:
         folder = resolve(source)

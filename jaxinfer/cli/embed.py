@@ -26,6 +26,7 @@ from jaxinfer.cli.common import (
     read_prompts,
 )
 from jaxinfer.disk_cache import write_atomically
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,8 +90,9 @@ def embed(
         raise ValueError(f"--output {output}: must end in .npy, the format that is written.")
     if output is not None:
         check_file("--output", output)
-    _check_inputs(model, image or [])
-    from jaxinfer.generation import Embedder
+    with long_work(f"loading {model}"):
+        _check_inputs(model, image or [])
+        from jaxinfer.generation import Embedder
 
     with Embedder(**model_options(ctx), max_batch=max_batch) as embedder:
         vectors = embedder.embed(image or prompts, prompt=prompt, truncate=truncate)

@@ -10,6 +10,7 @@ import typer
 
 from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
 from jaxinfer.cli.display import show, table
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -50,14 +51,15 @@ def inspect(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
-    from jaxinfer.compiled.target import Target, compile_program
-    from jaxinfer.hub import resolve
-    from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.files.description import Description, require_transformer, weight_format
-    from jaxinfer.models.stages import stages_on
-    from jaxinfer.sharding import ShardingRules
+    with long_work(f"reading {model}"):
+        from jaxinfer.compiled.target import Target, compile_program
+        from jaxinfer.hub import resolve
+        from jaxinfer.models import DecoderConfig
+        from jaxinfer.models.files.description import Description, require_transformer, weight_format
+        from jaxinfer.models.stages import stages_on
+        from jaxinfer.sharding import ShardingRules
 
-    gpu, description = Target.load(target), Description.read(resolve(model))
+        gpu, description = Target.load(target), Description.read(resolve(model))
     file = parse_mesh(mesh)
     weights, config = (
         weight_format(description, dtype=dtype, quantize=quantize),

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,7 @@ from jaxinfer.cli.common import (
     parse_mesh,
 )
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
-
-if TYPE_CHECKING:
-    from jaxinfer.sharding import MeshFile
+from jaxinfer.progress import long_work
 
 DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
 """Options of schedules that are drawn."""
@@ -107,12 +105,12 @@ def plan(
     if model is None:
         raise ValueError("plan: name a model, or draw the schedules of a pipeline with --gantt FILE.")
     memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
-    _predict(model, parse_mesh(mesh), memory, context, bandwidth, flops, dtype, quantize)
+    _predict(model, mesh, memory, context, bandwidth, flops, dtype, quantize)
 
 
 def _predict(
     model: Path,
-    file: "MeshFile",
+    mesh: str | None,
     options: dict[str, Any],
     context: int | None,
     bandwidth: str | None,
@@ -121,29 +119,30 @@ def _predict(
     quantize: str | None,
 ) -> None:
     """Print what a pass takes by batch. options: of memory, those that were given; the others as in `plan`."""
-    from rich.filesize import decimal
+    with long_work(f"reading {model}"):
+        from rich.filesize import decimal
 
-    from jaxinfer.cli.display import figure, show, table
-    from jaxinfer.generation.api.build import split_options
-    from jaxinfer.generation.engine.config import EngineConfig
-    from jaxinfer.generation.execution.memory import FRACTION
-    from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
-    from jaxinfer.hub import resolve
-    from jaxinfer.models.files.loading import open_model
-    from jaxinfer.progress import long_work
-    from jaxinfer.streaming.prediction import plan_pass
+        from jaxinfer.cli.display import figure, show, table
+        from jaxinfer.generation.api.build import split_options
+        from jaxinfer.generation.engine.config import EngineConfig
+        from jaxinfer.generation.execution.memory import FRACTION
+        from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
+        from jaxinfer.hub import resolve
+        from jaxinfer.models.files.loading import open_model
+        from jaxinfer.streaming.prediction import plan_pass
 
-    if "weights" not in file.memory:
-        options.setdefault("weights", "disk")
-    _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
-    bandwidths = parse_bandwidths(bandwidth)
-    opened = open_model(resolve(model), mesh=file, dtype=dtype, quantize=quantize)
-    longest = opened.transformer.context
-    context = context or longest
-    if not 1 < context <= longest:
-        raise ValueError(f"--context must be in [2, {longest}] for this model, got {context}.")
-    config = EngineConfig(max_batch=1, context=context)
-    placement = plan_placement(opened, config, memory)
+        file = parse_mesh(mesh)
+        if "weights" not in file.memory:
+            options.setdefault("weights", "disk")
+        _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
+        bandwidths = parse_bandwidths(bandwidth)
+        opened = open_model(resolve(model), mesh=file, dtype=dtype, quantize=quantize)
+        longest = opened.transformer.context
+        context = context or longest
+        if not 1 < context <= longest:
+            raise ValueError(f"--context must be in [2, {longest}] for this model, got {context}.")
+        config = EngineConfig(max_batch=1, context=context)
+        placement = plan_placement(opened, config, memory)
     if placement is None:
         typer.echo("All weights fit on the devices, so nothing is streamed.")
         return

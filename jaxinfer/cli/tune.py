@@ -31,10 +31,11 @@ def tune(
     this machine use them for the same shapes, with the same version of jaxinfer. Their programs are compiled again, and
     results may differ in the last bits.
     """
-    from jaxinfer.cli.display import show
-    from jaxinfer.compiled.choices import forget_choices, measure_choices
-    from jaxinfer.generation import LLM
-    from jaxinfer.generation.execution.decoder import DecoderExecutor
+    with long_work(f"loading {model}"):
+        from jaxinfer.cli.display import show
+        from jaxinfer.compiled.choices import forget_choices, measure_choices
+        from jaxinfer.generation import LLM
+        from jaxinfer.generation.execution.decoder import DecoderExecutor
 
     if forget:
         refuse_ignored(ctx, ["batch", "context", "dtype", "quantize"], "with --forget")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxinfer.cli.common import ModelArgument
+from jaxinfer.progress import long_work
 
 # Stored dtype -> the largest difference of a float32 logit that its rounding causes in models of usual depth.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0, "fp8": 1.0, "int4": 3.0}
@@ -32,13 +33,14 @@ def verify(
     """
     if reference is None and atol is not None:
         raise ValueError("--atol has no effect without --reference: leave it out, or name what to compare with.")
-    from jaxinfer.checkpoints import verify_files
-    from jaxinfer.checkpoints.paths import find_gguf
-    from jaxinfer.hub import fetch, resolve
-    from jaxinfer.models.files.description import Description
-    from jaxinfer.models.files.verification import compare_outputs, compare_tensors
+    with long_work(f"reading {model}"):
+        from jaxinfer.checkpoints import verify_files
+        from jaxinfer.checkpoints.paths import find_gguf
+        from jaxinfer.hub import fetch, resolve
+        from jaxinfer.models.files.description import Description
+        from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 
-    directory = resolve(model)
+        directory = resolve(model)
     manifest = verify_files(directory)
     typer.echo(f"sha256 of {len(manifest.files)} files: matches manifest.json")
     if reference is None:

@@ -74,12 +74,13 @@ def latency(
     """
     batches = parse_batch_sizes(batch)
     check_files(json_file, plot)
-    check_length(prompt_tokens, output_tokens, check_context(read_config(model), context))
-    from jaxinfer.cli.bench import measure, report, tables
-    from jaxinfer.compiled.cpu_library import build_library
+    with long_work(f"loading {model}"):
+        check_length(prompt_tokens, output_tokens, check_context(read_config(model), context))
+        from jaxinfer.cli.bench import measure, report, tables
+        from jaxinfer.compiled.cpu_library import build_library
 
-    build_library()
-    llm = load_llm(ctx, max_batch=max(batches))
+        build_library()
+        llm = load_llm(ctx, max_batch=max(batches))
     with long_work("rounds", total=len(batches) * (warmup + rounds)) as work:
         results, warm_up = measure.measure_latency(
             llm,
@@ -151,26 +152,28 @@ def throughput(
             f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: use only one of them."
         )
     check_files(json_file, plot)
-    config = read_config(model)
-    limit = check_context(config, context)
-    import numpy as np
+    with long_work(f"loading {model}"):
+        config = read_config(model)
+        limit = check_context(config, context)
+        import numpy as np
 
-    from jaxinfer.cli.bench import measure, report, tables
-    from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
-    from jaxinfer.compiled.cpu_library import build_library
+        from jaxinfer.cli.bench import measure, report, tables
+        from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
+        from jaxinfer.compiled.cpu_library import build_library
 
-    rng = np.random.default_rng(seed)
-    if prompts_file is None:
-        prompt_tokens = prompt_tokens or PROMPT_TOKENS
-        prompts = random_prompts(rng, config.vocab, spread_lengths(rng, prompt_tokens, spread, requests or REQUESTS))
-    else:
-        prompts = encode_prompts(prompts_file, requests, model, config.vocab)
-    workload = list(map(Request, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
-    for number, request in enumerate(workload, 1):
-        check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
+        rng = np.random.default_rng(seed)
+        if prompts_file is None:
+            prompt_tokens = prompt_tokens or PROMPT_TOKENS
+            lengths = spread_lengths(rng, prompt_tokens, spread, requests or REQUESTS)
+            prompts = random_prompts(rng, config.vocab, lengths)
+        else:
+            prompts = encode_prompts(prompts_file, requests, model, config.vocab)
+        workload = list(map(Request, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
+        for number, request in enumerate(workload, 1):
+            check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
 
-    build_library()
-    llm = load_llm(ctx, max_batch=max_batch)
+        build_library()
+        llm = load_llm(ctx, max_batch=max_batch)
     with long_work("warm-up, then output tokens", total=sum(r.output_tokens for r in workload)) as work:
         # Another seed, so that the warm-up leaves none of these prompts in the prefix cache.
         result, warm_up = measure.measure_throughput(

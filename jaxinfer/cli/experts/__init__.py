@@ -7,6 +7,7 @@ import typer
 
 from jaxinfer.cli.bench.files import check_file
 from jaxinfer.cli.common import refuse_ignored
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from jaxinfer.evaluation.experts import TraceRequest
@@ -44,11 +45,12 @@ def profile(
     They are measured once per architecture and device. A batch of n inputs takes K n + B. Load times are from disk, and
     from a copy in host memory.
     """
-    from jaxinfer.cli.display import show
-    from jaxinfer.cli.experts import tables
-    from jaxinfer.experts import OpenedSystem
+    with long_work(f"reading {config}"):
+        from jaxinfer.cli.display import show
+        from jaxinfer.cli.experts import tables
+        from jaxinfer.experts import OpenedSystem
 
-    opened = OpenedSystem.from_config(config, mode=mode)
+        opened = OpenedSystem.from_config(config, mode=mode)
     measured = {}
     try:
         opened.measure_into(measured, remeasure=remeasure)
@@ -71,12 +73,13 @@ def plan(
 
     It shows the initial placement of experts, simulates a trace, and recommends memory for experts and activations.
     """
-    from jaxinfer.cli.display import show
-    from jaxinfer.cli.experts import tables
-    from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
-    from jaxinfer.experts import ConfigError, SystemConfig
+    with long_work(f"reading {config}"):
+        from jaxinfer.cli.display import show
+        from jaxinfer.cli.experts import tables
+        from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
+        from jaxinfer.experts import ConfigError, SystemConfig
 
-    given = SystemConfig.read(config, mode=mode)
+        given = SystemConfig.read(config, mode=mode)
     inputs = _trace(ctx, given, trace, requests, interval_ms, seed)
     opened, profiles = _measured(given)
     expected = forecast(opened, profiles, inputs)
@@ -129,8 +132,9 @@ def run(
     It prints one line each, and a summary. It exits with status 1 if some could not be judged. Verdicts are the names
     of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
     """
-    from jaxinfer.cli.experts import judging
-    from jaxinfer.experts import System, SystemConfig
+    with long_work(f"reading {config}"):
+        from jaxinfer.cli.experts import judging
+        from jaxinfer.experts import System, SystemConfig
 
     if (images is None) == (random is None):
         raise ValueError("Use exactly one of --images and --random.")
@@ -167,11 +171,12 @@ def simulate(
 
     Costs are those measured on this machine.
     """
-    from jaxinfer.cli.display import show
-    from jaxinfer.cli.experts import tables
-    from jaxinfer.evaluation.experts.forecast import forecast
-    from jaxinfer.evaluation.traces import write_trace
-    from jaxinfer.experts import SystemConfig, policy_of
+    with long_work(f"reading {config}"):
+        from jaxinfer.cli.display import show
+        from jaxinfer.cli.experts import tables
+        from jaxinfer.evaluation.experts.forecast import forecast
+        from jaxinfer.evaluation.traces import write_trace
+        from jaxinfer.experts import SystemConfig, policy_of
 
     if save_trace is not None:
         check_file("--save-trace", save_trace)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,26 +41,27 @@ def info(
     """
     if target is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
-    from rich.console import Console
-    from rich.table import Table
+    with long_work(f"reading {model}"):
+        from rich.console import Console
+        from rich.table import Table
 
-    from jaxinfer.cli.info.costs import print_costs
-    from jaxinfer.cli.info.formats import print_formats
-    from jaxinfer.cli.info.kernels import print_kernels
-    from jaxinfer.compiled.target import Target
-    from jaxinfer.generation.execution.memory import device_tenants
-    from jaxinfer.models import DecoderConfig, VisionConfig
-    from jaxinfer.models.devices import bytes_per_device, default_dtype
-    from jaxinfer.models.files.description import weight_format
-    from jaxinfer.models.fitting import fit
-    from jaxinfer.models.leaves import cache_leaves, canonical_leaves
-    from jaxinfer.models.presets import active_parameter_count, parameter_count
-    from jaxinfer.models.stages import stages_on
-    from jaxinfer.pallas_kernels.target import gpu_or_none
-    from jaxinfer.serving.budget import Budget, Reservation
-    from jaxinfer.sharding import MeshConfig, ShardingRules
+        from jaxinfer.cli.info.costs import print_costs
+        from jaxinfer.cli.info.formats import print_formats
+        from jaxinfer.cli.info.kernels import print_kernels
+        from jaxinfer.compiled.target import Target
+        from jaxinfer.generation.execution.memory import device_tenants
+        from jaxinfer.models import DecoderConfig, VisionConfig
+        from jaxinfer.models.devices import bytes_per_device, default_dtype
+        from jaxinfer.models.files.description import weight_format
+        from jaxinfer.models.fitting import fit
+        from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+        from jaxinfer.models.presets import active_parameter_count, parameter_count
+        from jaxinfer.models.stages import stages_on
+        from jaxinfer.pallas_kernels.target import gpu_or_none
+        from jaxinfer.serving.budget import Budget, Reservation
+        from jaxinfer.sharding import MeshConfig, ShardingRules
 
-    gpu = Target.load(target).gpu if target is not None else gpu_or_none()
+        gpu = Target.load(target).gpu if target is not None else gpu_or_none()
     shown, file = _look_at(str(model)), parse_mesh(mesh)
     if target is not None and file.mesh is not None:
         raise ValueError("--target with --mesh is not implemented: kernels are listed for one device; leave one out.")
