@@ -145,8 +145,10 @@ def _require_decoder(model: Path, folder: Path) -> None:
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.files.description import Description, require_transformer
 
-    if not isinstance(require_transformer(model, Description.read(folder).config), DecoderConfig):
-        raise ValueError(f"{model} is an encoder, which writes no text; compute vectors with jaxinfer embed.")
+    description = Description.read(folder)
+    if not isinstance(require_transformer(model, description.config), DecoderConfig) or not description.generates:
+        kind = "an encoder" if description.generates else "a decoder without a head"
+        raise ValueError(f"{model} is {kind}, which writes no text; compute vectors with jaxinfer embed.")
 
 
 def _lines(interactive: bool) -> Iterator[str]:

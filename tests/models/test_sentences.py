@@ -7,9 +7,12 @@ import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
-from jaxinfer import Embedder, PoolingParams
+from jaxinfer import Embedder, PoolingParams, SamplingParams
 from jaxinfer.checkpoints import CheckpointError, read_file
+from jaxinfer.cli import app
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.description import Description, SentenceConfig
 from tests.models.sentences import (
@@ -66,6 +69,27 @@ def test_vectors(case, tmp_path):
     np.testing.assert_allclose(vectors, case["vectors"], atol=2e-5)
 
 
+def test_a_decoder_without_a_head_embeds_and_cannot_generate(tmp_path):
+    """As e5-mistral is published: `MistralModel`, an embedding that is not tied, and no lm_head."""
+    hf, case = tmp_path / "hf", CASES["decoder_lasttoken"]
+    hf.mkdir()
+    write_case(hf, GOLDENS, case)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(hf / "model.safetensors").items()}
+    assert tensors.pop("lm_head.weight").any()
+    save_file(tensors, hf / "model.safetensors")
+    config = json.loads((hf / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):  # a model to generate that lacks it
+        convert(hf, tmp_path / "refused")
+    (hf / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3Model"]}))
+    assert not convert(hf, tmp_path / "model", layout="single-file").generates
+    with Embedder(tmp_path / "model", dtype="float32", max_batch=4, chunk_size=8, page_size=8) as embedder:
+        np.testing.assert_allclose(embedder.embed(GOLDENS["texts"]), case["vectors"], atol=2e-5)
+        with pytest.raises(ValueError, match="can only embed: it is an encoder, or a decoder without a head"):
+            embedder.engine.inputs.process("w7", SamplingParams())
+    done = CliRunner().invoke(app, ["chat", str(tmp_path / "model")])
+    assert "is a decoder without a head, which writes no text" in done.stderr
+
+
 def test_texts_become_tokens_as_the_model_says(tmp_path):
     """Each with and without a cut; token ids are taken as they are."""
     case = with_fields(TRANSFORMER, max_seq_length=8)
@@ -84,6 +108,8 @@ def test_texts_become_tokens_as_the_model_says(tmp_path):
         assert ids(text) == [*whole[:7], whole[-1]]
         assert ids(text, prompt="") == [*tokenizer.encode(text)[:7], whole[-1]]
         assert ids("w7", prompt="query", truncate=False) == tokenizer.encode("query: w7")
+        with pytest.raises(ValueError, match=r"prompt='querry' is none of the model's prompts \(query, passage\)"):
+            ids("w7", prompt="querry")
         assert ids("w7", prompt="w8 ") == tokenizer.encode("w8 w7")
         assert ids(whole) == whole
         with pytest.raises(

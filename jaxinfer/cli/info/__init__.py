@@ -88,7 +88,7 @@ def info(
     table = Table("", str(model), title_justify="left")
     for name, value in (
         ("supported", "yes"),
-        ("family", f"{description.family} ({description.kind})"),
+        ("family", f"{description.family} ({description.kind}{'' if description.generates else ' without a head'})"),
         *(_vision_rows(config) if reads_images else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),
         ("active parameters", f"{active:,}" if active < parameters else ""),

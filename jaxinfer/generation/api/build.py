@@ -108,7 +108,7 @@ def build_engine(
         eos_ids=model.eos_ids,
         context=config.context,
         tokenizer=tokenizer,
-        generates=not encodes,
+        generates=not encodes and model.description.generates,
         defaults=SamplingParams.from_model(model.description),
         logits_processors=tuple(processors),
         adapters=adapters,

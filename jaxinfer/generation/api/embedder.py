@@ -93,7 +93,7 @@ class Embedder(EngineHolder):
           prompt: the name of one of the model's prompts, such as "query", or a text, to put before each text; None: the
             model's default prompt if it has one; "": nothing. For texts alone.
           truncate: whether texts of more tokens than the model takes are cut; False: they are refused. Token ids are
-            never cut.
+            never cut. For texts alone.
 
         Raises ValueError for an invalid text, naming it, before anything runs; for an invalid image when it is reached.
         """
@@ -102,7 +102,8 @@ class Embedder(EngineHolder):
                 size = self.model.transformer.output_width
                 texts = cast("Prompt | Sequence[Prompt]", inputs)
                 return embed(engine, texts, size=size, adapter=adapter, prompt=prompt, truncate=truncate)
-            for name, given in (("adapter", adapter), ("prompt", prompt)):
+            for_texts = {"adapter": adapter, "prompt": prompt, "truncate": None if truncate else truncate}
+            for name, given in for_texts.items():
                 if given is not None:
                     raise ValueError(f"{name}={given!r} is not supported for an image model; leave it out.")
             return engine.embed(_images(inputs))

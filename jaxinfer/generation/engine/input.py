@@ -73,7 +73,7 @@ class InputProcessor:
           request_id: the caller's own name for it; None: a new one.
 
         Raises ValueError for an invalid prompt or params, an empty prompt, unknown token ids, text without a
-        tokenizer, an unknown adapter or logits processor, or sampling from an encoder.
+        tokenizer, an unknown adapter or logits processor, or sampling from a model that can only embed.
         """
         params = self._defaults if params is None else params
         if not isinstance(params, SamplingParams | PoolingParams):
@@ -94,7 +94,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             return Request(**common, params=params, max_length=len(token_ids), pooler=self._pooler)
         if not self._generates:
-            raise ValueError("This model is an encoder, which can only embed.")
+            raise ValueError("This model can only embed: it is an encoder, or a decoder without a head.")
         self._check_sampling(params)
         words = self._bad_words(params)
         length = self._context if params.max_tokens is None else len(token_ids) + params.max_tokens

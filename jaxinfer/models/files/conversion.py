@@ -90,6 +90,7 @@ class HuggingFaceModel:
       config: the model.
       dtype: of most of its matrices, to be stored in.
       sentence: how it embeds texts, as sentence-transformers' files say.
+      generates: False for a decoder that was published without its head, to embed.
       left_out: the tensors of parts that are not implemented, such as what sees images.
     """
 
@@ -115,6 +116,10 @@ class HuggingFaceModel:
             fields, generation = read_json(self.path / CONFIG), read_json(self.path / GENERATION)
         try:
             family, config = self._describe(fields)
+            names = {family.plain_name(name) for name in self._tensors.shapes}
+            self.generates = not (isinstance(config, DecoderConfig) and _is_headless(fields, config, names))
+            if not self.generates:
+                config = dataclasses.replace(config, tied=True, head_bias=False)  # so that no head is looked for
             self.sentence = sentence_files(self.path, config)
             if isinstance(self._tensors, SafetensorsFolder):
                 for i, (module, _) in enumerate(self.sentence.dense):
@@ -213,8 +218,16 @@ class HuggingFaceModel:
             dtype=parse_dtype(dtype) or self.dtype,
             quantization=parse_quantization(quantize),
             sentence=self.texts,
+            generates=self.generates,
             **describe_texts(self.path, self._fields, self._generation, self.config, ends),
         )
+
+
+def _is_headless(fields: Mapping[str, Any], config: DecoderConfig, names: set[str]) -> bool:
+    """Whether a decoder has no head and `config.json` agrees, as of `MistralModel` (e5-mistral); names: of tensors."""
+    named = fields.get("architectures")
+    bare = isinstance(named, list) and any(str(name).endswith("Model") for name in named)
+    return bare and not config.tied and names.isdisjoint(_HEADS)
 
 
 def _of_one_dtype(parts: list[np.ndarray]) -> list[np.ndarray]:

@@ -58,8 +58,13 @@ class SentenceConfig:
     default_prompt: str | None = None
 
     def prompt(self, given: str | None) -> str:
-        """Return the text to put before a text: for a prompt's name its text, for None that of the default."""
+        """Return the text to put before a text: for a prompt's name its text, for None that of the default.
+
+        Raises ValueError for another word where the model names its prompts: a name that is not one of them.
+        """
         name = self.default_prompt if given is None else given
+        if name and name.isidentifier() and self.prompts and name not in self.prompts:
+            raise ValueError(f"prompt={name!r} is none of the model's prompts ({', '.join(self.prompts)}).")
         return "" if name is None else self.prompts.get(name, name)
 
 
@@ -73,6 +78,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bos_id: int | None
     eos_ids: tuple[int, ...]
     sentence: SentenceConfig | None = None
+    generates: bool = True
     sampling: SamplingDefaults = SamplingDefaults()
     config: dict[str, Any]
 
@@ -88,6 +94,7 @@ class Description:
       bos_id: the token that begins a text.
       eos_ids: the tokens that end one.
       sentence: how texts to embed become tokens; None: an older version of jaxinfer wrote the directory without it.
+      generates: False for a decoder without a head, which can only embed.
       sampling: the values that its files name for sampling.
     """
 
@@ -98,6 +105,7 @@ class Description:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     sentence: SentenceConfig | None = dataclasses.field(default_factory=SentenceConfig)
+    generates: bool = True
     sampling: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
     def __post_init__(self) -> None:
@@ -146,6 +154,7 @@ class Description:
             bos_id=file_fields.bos_id,
             eos_ids=file_fields.eos_ids,
             sentence=file_fields.sentence,
+            generates=file_fields.generates,
             sampling=file_fields.sampling,
         )
 

@@ -243,7 +243,7 @@ def test_an_encoder_embeds_only(tmp_path):
     async def main():
         async with served:
             np.testing.assert_allclose(await served.embed(prompts), expected, atol=1e-6)
-            with pytest.raises(ValueError, match="is an encoder, which can only embed"):
+            with pytest.raises(ValueError, match="can only embed: it is an encoder"):
                 await served.generate([1, 2]).final()
             with pytest.raises(ValueError, match="has no tokenizer, so it cannot chat"):
                 await served.chat([{"role": "user", "content": "hi"}]).final()

@@ -182,7 +182,7 @@ def test_what_an_encoder_refuses(encoder):
     assert encoder.embed([[1] * 24]).shape == (1, 24)
     with pytest.raises(ValueError, match="adapter is 'a', but the engine has no room for adapters"):
         encoder.embed([[1]], adapter="a")
-    with pytest.raises(ValueError, match="is an encoder, which can only embed"):
+    with pytest.raises(ValueError, match="can only embed: it is an encoder"):
         encoder.engine.prepare([1], GREEDY)
     path = encoder.model.folder
     with pytest.raises(ValueError, match=r"is an encoder; use jaxinfer\.Embedder"):

@@ -69,6 +69,8 @@ def test_what_is_for_texts_is_refused_by_name(embedder, folder):
     image = np.zeros((64, 64, 3), np.uint8)
     with pytest.raises(ValueError, match="adapter='a' is not supported for an image model"):
         embedder.embed(image, adapter="a")
+    with pytest.raises(ValueError, match="truncate=False is not supported for an image model"):
+        embedder.embed(image, truncate=False)
     with pytest.raises(ValueError, match=r"Embedder\.engine is not available for an image model"):
         _ = embedder.engine
     for name, value in (("context", 4), ("mesh", MeshConfig(tensor=2)), ("weights", "host"), ("cache_bytes", 1)):
