@@ -116,7 +116,7 @@ def library_state() -> LibraryState:
         if not _states:
             state = find_library()
             if state.reason:
-                _log.warning("CPU kernels are not used, XLA runs instead: %s", state.reason)
+                _log.warning("XLA runs instead of CPU kernels: %s", state.reason)
             _states.append(state)
         return _states[0]
 
@@ -280,7 +280,7 @@ class _Maker:
         builder = next((builder for builder in _builders if builder.poll() is None), None) or self.begin()
         with contextlib.suppress(subprocess.TimeoutExpired):
             builder.wait(seconds)
-        reason = "they are being compiled in the background, and the next start has them"
+        reason = "they are still compiling, for the next start"
         return self.kept() or LibraryState(reason=reason)
 
     def begin(self) -> "subprocess.Popen[bytes]":

@@ -181,7 +181,7 @@ def test_a_process_decides_once_and_the_next_one_finds_what_was_compiled_meanwhi
     begin_library(folder=ROOM)
     state = library_state()
     assert state.library is None
-    assert "compiled in the background" in state.reason
+    assert "still compiling" in state.reason
     (builder,) = cpu_library._builders
     assert os.getpgid(builder.pid) != os.getpgid(0)  # a Ctrl-C here does not reach it
     go.touch()
