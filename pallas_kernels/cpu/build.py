@@ -57,7 +57,7 @@ _LINUX_NAMES = {
 _ANSWER = 120.0
 """Wall seconds in which a compiler must answer what takes it none, on a machine however busy."""
 
-_HANDLER = re.compile(r"^XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(jaxinfer_\w+)", re.MULTILINE)
+_HANDLER = re.compile(r"^JAXINFER_HANDLER\((jaxinfer_\w+)", re.MULTILINE)
 _EXPORTS = b"{ global: jaxinfer_*; local: *; };\n"
 
 

@@ -68,16 +68,17 @@ class Shares {
   std::vector<Left> left_;
 };
 
-// Runs fn(begin, end) for ranges that together are [0, count), in any order, and returns when all have ended. fn must
-// not throw, and must compute the same however it is divided; least: the fewest of a range.
-//
-// The calling thread takes ranges like the others, and waits only for those that have begun. A pool's threads may all be
-// calls that wait like this one; then each call does its own work. A call that waited for what is only scheduled would
-// never end.
-//
-// Pool: has `num_threads()` and `Schedule(callable)`.
-template <typename Pool, typename F>
-void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
+// A function of a range, of any type, by where it is: what runs ranges is compiled once.
+struct RangeFunction {
+  const void* fn;
+  void (*call)(const void* fn, int64_t begin, int64_t end);
+
+  void operator()(int64_t begin, int64_t end) const { call(fn, begin, end); }
+};
+
+// What `parallel_ranges` does.
+template <typename Pool>
+void run_ranges(Pool& pool, int64_t count, int64_t least, RangeFunction fn) {
   struct Shared {
     Shared(int64_t count, int64_t threads, int64_t least) : shares(count, threads, least) {}
     Shares shares;
@@ -89,11 +90,10 @@ void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
     return;
   }
   auto shared = std::make_shared<Shared>(count, threads, least);  // a thread may begin when the call has returned
-  const F* call = &fn;  // which is read only by who took a range, while the call waits
-  auto work = [call](Shared& shared) {
+  auto work = [fn](Shared& shared) {
     const int64_t thread = shared.joined.fetch_add(1, std::memory_order_relaxed);
     for (int64_t begin, end; shared.shares.take(thread, begin, end);) {
-      (*call)(begin, end);
+      fn(begin, end);  // which is there for as long as there are ranges: the call waits
       shared.done.fetch_add(end - begin, std::memory_order_release);
     }
   };
@@ -106,6 +106,21 @@ void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
       std::this_thread::yield();  // the thread of a range may need this processor
     }
   }
+}
+
+// Runs fn(begin, end) for ranges that together are [0, count), in any order, and returns when all have ended. fn must
+// not throw, and must compute the same however it is divided; least: the fewest of a range.
+//
+// The calling thread takes ranges like the others, and waits only for those that have begun. A pool's threads may all be
+// calls that wait like this one; then each call does its own work. A call that waited for what is only scheduled would
+// never end.
+//
+// Pool: has `num_threads()` and `Schedule(callable)`.
+template <typename Pool, typename F>
+void parallel_ranges(Pool& pool, int64_t count, int64_t least, const F& fn) {
+  run_ranges(pool, count, least, {&fn, +[](const void* fn, int64_t begin, int64_t end) {
+                                    (*static_cast<const F*>(fn))(begin, end);
+                                  }});
 }
 
 // Runs fn(0), ..., fn(count - 1), as `parallel_ranges`.

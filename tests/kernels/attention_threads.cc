@@ -117,8 +117,9 @@ class Case {
     float* k_scale = scaled ? scales_.data() : nullptr;
     float* v_scale = scaled ? scales_.data() + scales_.size() / 2 : nullptr;
     const int64_t pages = shape_.batch * shape_.width;
-    const Pages<C> cache{k_.data(),        v_.data(),       k_scale,        v_scale, pages,
-                         shape_.page_size, shape_.kv_heads, shape_.head_dim};
+    const Pages<C> cache{{pages, shape_.page_size, shape_.kv_heads, shape_.head_dim, k_scale, v_scale},
+                         k_.data(),
+                         v_.data()};
     const Positions rows{positions_.data(), table_.data(), shape_.batch, shape_.tokens, shape_.width};
     const HeadOptions head{norm_.data(), norm_.data(), 1e-6f, angles_.data(), angles_.data(), half_};
     const Heads heads{qkv_.data(), sizeof(T) == 2, shape_.kv_heads, shape_.group + 2, shape_.head_dim, head};

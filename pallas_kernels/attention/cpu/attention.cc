@@ -1,4 +1,4 @@
-// The handlers of attention. Arguments are checked by `attention/cpu/__init__.py`; empty ones are not given.
+// The handlers of attention. Arguments are checked by `attention/cpu/__init__.py`.
 
 #include "attention/cpu/attention.h"
 
@@ -6,20 +6,17 @@
 #include <cstring>
 
 #include "cpu/handlers.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxinfer::attention {
 namespace {
 
-namespace ffi = xla::ffi;
-
 // The arguments that the operations have in common.
-struct Call {
-  ffi::ThreadPool pool;
-  ffi::AnyBuffer heads;  // [B, T, heads * K]
-  ffi::AnyBuffer k;      // whose shape is that of v
-  ffi::AnyBuffer page_table;
-  ffi::AnyBuffer positions;
+struct Attention {
+  ThreadPool& pool;
+  Array heads;  // [B, T, heads * K]
+  Array k;      // whose shape is that of v
+  Array page_table;
+  Array positions;
   HeadOptions head_options;
   ScoreOptions score_options;
   void* pages[4];  // k, v and their scales
@@ -27,123 +24,92 @@ struct Call {
 
   template <typename C>
   void run(bool stores) {
-    const auto shape = k.dimensions();
-    const auto batch = positions.dimensions();
-    const Pages<C> cache{static_cast<C*>(pages[0]),     static_cast<C*>(pages[1]),
-                         static_cast<float*>(pages[2]), static_cast<float*>(pages[3]),
-                         shape[0],                      shape[1],
-                         shape[2],                      shape[3]};
-    const Positions rows{given<int32_t>(positions), given<int32_t>(page_table), batch[0], batch[1],
-                         page_table.dimensions()[1]};
-    const int64_t heads_of_each = heads.dimensions()[2] / (shape[2] * shape[3]);
-    const Heads all{heads.untyped_data(), heads.element_type() == ffi::BF16, shape[2], heads_of_each, shape[3],
+    const Pages<C> cache{{k.size(0), k.size(1), k.size(2), k.size(3), static_cast<float*>(pages[2]),
+                          static_cast<float*>(pages[3])},
+                         static_cast<C*>(pages[0]),
+                         static_cast<C*>(pages[1])};
+    const Positions rows{positions.given<int32_t>(), page_table.given<int32_t>(), positions.size(0), positions.size(1),
+                         page_table.size(1)};
+    const int64_t heads_of_each = heads.size(2) / (k.size(2) * k.size(3));
+    const Heads all{heads.data(), heads.type() == XLA_FFI_DataType_BF16, k.size(2), heads_of_each, k.size(3),
                     head_options};
     if (stores) store_all(pool, all, cache, rows);
     PagedAttention<C>(all, stores ? heads_of_each - 2 : heads_of_each, cache, rows, score_options, result).run(pool);
   }
 
-  ffi::Error dispatch(bool stores) {
-    const auto type = heads.element_type(), stored = k.element_type();
-    if (type == ffi::F32 && stored == ffi::F32) {
+  const char* dispatch(bool stores) {
+    const auto type = heads.type(), stored = k.type();
+    const bool is_float = type == XLA_FFI_DataType_F32 || type == XLA_FFI_DataType_BF16;
+    if (type == XLA_FFI_DataType_F32 && stored == XLA_FFI_DataType_F32) {
       run<float>(stores);
-    } else if ((type == ffi::F32 || type == ffi::BF16) && stored == ffi::BF16) {
+    } else if (is_float && stored == XLA_FFI_DataType_BF16) {
       run<bfloat16>(stores);
-    } else if ((type == ffi::F32 || type == ffi::BF16) && stored == ffi::S8) {
+    } else if (is_float && stored == XLA_FFI_DataType_S8) {
       run<int8_t>(stores);
     } else {
-      return ffi::Error::InvalidArgument(
-          "attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8");
+      return "attention takes float32 and bfloat16, and pages in the same type, bfloat16 or int8";
     }
-    return ffi::Error::Success();
+    return nullptr;
   }
 };
 
-// Results that XLA has put in place of their arguments hold them already.
-void* in_place(const ffi::AnyBuffer& argument, ffi::Result<ffi::AnyBuffer>& result) {
-  if (argument.element_count() == 0) return nullptr;
-  if (result->untyped_data() != argument.untyped_data()) {
-    std::memcpy(result->untyped_data(), argument.untyped_data(), argument.size_bytes());
-  }
-  return result->untyped_data();
+ScoreOptions score_options(Call& call, const Array& alibi) {
+  return {call.attribute<float>("scale"), call.attribute<int64_t>("window"), call.attribute<float>("softcap"),
+          alibi.given<float>()};
 }
 
-ffi::Error cached_attention(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                            ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer page_table,
-                            ffi::AnyBuffer positions, ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::AnyBuffer q_norm,
-                            ffi::AnyBuffer k_norm, ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> heads,
-                            ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
-                            ffi::Result<ffi::AnyBuffer> new_k_scale, ffi::Result<ffi::AnyBuffer> new_v_scale,
-                            float norm_eps, float scale, int64_t window, float softcap) {
-  const int64_t half = cos.element_count() > 0 ? cos.dimensions().back() : 0;
-  return Call{pool,
-              qkv,
-              k,
-              page_table,
-              positions,
-              {given<float>(q_norm), given<float>(k_norm), norm_eps, given<float>(cos), given<float>(sin), half},
-              {scale, window, softcap, given<float>(alibi)},
-              {in_place(k, new_k), in_place(v, new_v), in_place(k_scale, new_k_scale), in_place(v_scale, new_v_scale)},
-              heads->untyped_data()}
+// Results that XLA has put in place of their arguments hold them already.
+void* in_place(const Array& argument, const Array& result, int64_t item_bytes) {
+  if (argument.count() == 0) return nullptr;
+  if (result.data() != argument.data()) std::memcpy(result.data(), argument.data(), argument.count() * item_bytes);
+  return result.data();
+}
+
+const char* cached_attention(Call& call) {
+  const Array qkv = call.argument(0), k = call.argument(1), v = call.argument(2);
+  const Array k_scale = call.argument(3), v_scale = call.argument(4);
+  const Array page_table = call.argument(5), positions = call.argument(6);
+  const Array cos = call.argument(7), sin = call.argument(8);
+  const Array q_norm = call.argument(9), k_norm = call.argument(10), alibi = call.argument(11);
+  const HeadOptions head_options{q_norm.given<float>(), k_norm.given<float>(), call.attribute<float>("norm_eps"),
+                                 cos.given<float>(),    sin.given<float>(),    cos.count() > 0 ? cos.size(-1) : 0};
+  const ScoreOptions scores = score_options(call, alibi);
+  if (!call.is_complete()) return "cached_attention takes norm_eps, scale, window and softcap";
+  const int64_t bytes = k.type() == XLA_FFI_DataType_F32 ? 4 : k.type() == XLA_FFI_DataType_BF16 ? 2 : 1;
+  return Attention{call.pool,
+                   qkv,
+                   k,
+                   page_table,
+                   positions,
+                   head_options,
+                   scores,
+                   {in_place(k, call.result(1), bytes), in_place(v, call.result(2), bytes),
+                    in_place(k_scale, call.result(3), 4), in_place(v_scale, call.result(4), 4)},
+                   call.result(0).data()}
       .dispatch(true);
 }
 
-ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer page_table,
-                           ffi::AnyBuffer positions, ffi::AnyBuffer alibi, ffi::Result<ffi::AnyBuffer> heads,
-                           float scale, int64_t window, float softcap) {
-  auto data = [](const ffi::AnyBuffer& x) { return x.element_count() > 0 ? x.untyped_data() : nullptr; };
-  return Call{pool,
-              q,
-              k,
-              page_table,
-              positions,
-              {},
-              {scale, window, softcap, given<float>(alibi)},
-              {data(k), data(v), data(k_scale), data(v_scale)},
-              heads->untyped_data()}
+const char* paged_attention(Call& call) {
+  const Array q = call.argument(0), k = call.argument(1), v = call.argument(2);
+  const Array k_scale = call.argument(3), v_scale = call.argument(4);
+  const Array page_table = call.argument(5), positions = call.argument(6), alibi = call.argument(7);
+  const ScoreOptions scores = score_options(call, alibi);
+  if (!call.is_complete()) return "paged_attention takes scale, window and softcap";
+  auto data = [](const Array& x) { return x.count() > 0 ? x.data() : nullptr; };
+  return Attention{call.pool,
+                   q,
+                   k,
+                   page_table,
+                   positions,
+                   {},
+                   scores,
+                   {data(k), data(v), data(k_scale), data(v_scale)},
+                   call.result(0).data()}
       .dispatch(false);
 }
 
 }  // namespace
 }  // namespace jaxinfer::attention
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_cached_attention, jaxinfer::attention::cached_attention,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // qkv
-                                  .Arg<xla::ffi::AnyBuffer>()  // k
-                                  .Arg<xla::ffi::AnyBuffer>()  // v
-                                  .Arg<xla::ffi::AnyBuffer>()  // k's scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // v's scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // page table
-                                  .Arg<xla::ffi::AnyBuffer>()  // positions
-                                  .Arg<xla::ffi::AnyBuffer>()  // cos
-                                  .Arg<xla::ffi::AnyBuffer>()  // sin
-                                  .Arg<xla::ffi::AnyBuffer>()  // norm of queries
-                                  .Arg<xla::ffi::AnyBuffer>()  // norm of keys
-                                  .Arg<xla::ffi::AnyBuffer>()  // ALiBi slopes
-                                  .Ret<xla::ffi::AnyBuffer>()  // heads
-                                  .Ret<xla::ffi::AnyBuffer>()  // k
-                                  .Ret<xla::ffi::AnyBuffer>()  // v
-                                  .Ret<xla::ffi::AnyBuffer>()  // k's scale
-                                  .Ret<xla::ffi::AnyBuffer>()  // v's scale
-                                  .Attr<float>("norm_eps")
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("softcap"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_paged_attention, jaxinfer::attention::paged_attention,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // q
-                                  .Arg<xla::ffi::AnyBuffer>()  // k
-                                  .Arg<xla::ffi::AnyBuffer>()  // v
-                                  .Arg<xla::ffi::AnyBuffer>()  // k's scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // v's scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // page table
-                                  .Arg<xla::ffi::AnyBuffer>()  // positions
-                                  .Arg<xla::ffi::AnyBuffer>()  // ALiBi slopes
-                                  .Ret<xla::ffi::AnyBuffer>()  // heads
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("softcap"));
+JAXINFER_HANDLER(jaxinfer_cached_attention, 12, 5, jaxinfer::attention::cached_attention)
+JAXINFER_HANDLER(jaxinfer_paged_attention, 8, 1, jaxinfer::attention::paged_attention)

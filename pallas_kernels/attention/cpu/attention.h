@@ -190,23 +190,9 @@ struct Softmax {
   }
 };
 
-// Attention to pages of C.
-template <typename C>
-class PagedAttention {
+// Attention to pages of any type, but for the products, so that it is compiled once.
+class AnyPagedAttention {
  public:
-  // heads: of which the first `group` of each KV head are queries. result: [B, T, Hkv * G, K] in their dtype.
-  PagedAttention(const Heads& heads, int64_t group, const Pages<C>& pages, const Positions& rows,
-                 const ScoreOptions& options, void* result)
-      : heads_(heads),
-        group_(group),
-        pages_(pages),
-        rows_(rows),
-        options_(options),
-        result_(result),
-        stride_(rounded_up(pages.head_dim, kFloats)),
-        block_tokens_(std::min(rows.tokens, std::max<int64_t>(kTaskQueries / group, 1))),
-        task_heads_(heads_of_task()) {}
-
   template <typename Pool>
   void run(Pool& pool) {
     const int64_t size = rows_.batch * rows_.tokens * pages_.kv_heads * group_ * pages_.head_dim;
@@ -218,7 +204,21 @@ class PagedAttention {
     });
   }
 
- private:
+ protected:
+  AnyPagedAttention(const Heads& heads, int64_t group, const PageSizes& pages, int64_t head_bytes,
+                    const Positions& rows, const ScoreOptions& options, void* result)
+      : heads_(heads),
+        group_(group),
+        pages_(pages),
+        head_bytes_(head_bytes),
+        rows_(rows),
+        options_(options),
+        result_(result),
+        stride_(rounded_up(pages.head_dim, kFloats)),
+        block_tokens_(std::min(rows.tokens, std::max<int64_t>(kTaskQueries / group, 1))),
+        task_heads_(heads_of_task()) {}
+  ~AnyPagedAttention() = default;
+
   // Consecutive tokens of a row with the same keys, and how these are split.
   struct Block {
     int64_t first_token, tokens;  // of the batch's B * T
@@ -236,7 +236,7 @@ class PagedAttention {
   // A token's keys are read together as far as they are short, and as their queries are few.
   int64_t heads_of_task() const {
     int64_t heads = 1;
-    while (heads < pages_.kv_heads && heads * head_bytes() < kTaskBytes &&
+    while (heads < pages_.kv_heads && heads * head_bytes_ < kTaskBytes &&
            2 * heads * group_ * block_tokens_ <= kTaskQueries && pages_.kv_heads % (2 * heads) == 0) {
       heads *= 2;
     }
@@ -325,6 +325,9 @@ class PagedAttention {
            Scratch::aligned(Softmax::size(all, stride_)) + 2 * Scratch::aligned(heads * kTileKeys);
   }
 
+  // Computes the softmax over keys.
+  virtual void attend(const State& state, Visible keys) const = 0;
+
   void compute(const Task& task) {
     const Block& block = blocks_[task.block];
     const int64_t queries = block.tokens * group_, all = task_heads_ * queries;
@@ -358,46 +361,6 @@ class PagedAttention {
     }
   }
 
-  // One tile after another.
-  void attend(const State& state, Visible keys) const {
-    int64_t offsets[2 * kTileKeys];  // of the tile, and of the one that follows, perhaps in the next split
-    for (int64_t begin = keys.first; begin <= keys.last;) {
-      const int64_t end = std::min((begin / kTileKeys + 1) * kTileKeys, keys.last + 1);
-      const int64_t known = std::min(end - begin + kTileKeys, state.block.keys.last + 1 - begin);
-      locate(state, begin, known, offsets);
-      std::fill(offsets + known, offsets + 2 * kTileKeys, offsets[known - 1]);
-      const bool is_first = begin == keys.first;
-      if (stride_ == pages_.head_dim) {
-        score<true>(state, offsets, end - begin, is_first);
-      } else {
-        score<false>(state, offsets, end - begin, is_first);
-      }
-      if (pages_.k_scale != nullptr) read_scales(state, begin, end - begin);
-      for (int64_t head = 0; head < state.heads; ++head) {
-        weigh(state, head, begin, end);
-        add_values_of(state, head, offsets, end - begin);
-      }
-      begin = end;
-    }
-  }
-
-  // Adds a tile's values of a head, while keys of the next tile, of all heads in memory's order, are on their way.
-  void add_values_of(const State& state, int64_t head, const int64_t* offsets, int64_t count) const {
-    const char* ahead[kTileKeys];
-    int64_t key = count + head * count / state.heads, part = head * count % state.heads;
-    for (int64_t c = 0; c < count; ++c, ++part) {
-      if (part == state.heads) ++key, part = 0;
-      ahead[c] = reinterpret_cast<const char*>(pages_.k + offsets[key] + (state.first_head + part) * pages_.head_dim);
-    }
-    in_blocks(state.queries, [&](int64_t r, auto queries) {
-      const int64_t i = head * state.queries + r;
-      add_whole_values<decltype(queries)::value>(
-          state.scores + i * kTileKeys, kTileKeys, pages_.v + (state.first_head + head) * pages_.head_dim, offsets,
-          count, state.factors + i, state.softmax.sums + i * stride_, stride_, pages_.head_dim,
-          r == 0 ? Ahead{ahead, head_bytes()} : Ahead{});
-    });
-  }
-
   // Finds keys in the pages: offsets of their first head.
   void locate(const State& state, int64_t begin, int64_t count, int64_t* offsets) const {
     const int32_t* table = rows_.page_table + state.block.row * rows_.width;
@@ -411,37 +374,6 @@ class PagedAttention {
   }
 
   int64_t page(int32_t entry) const { return std::clamp<int64_t>(entry, 0, pages_.num_pages - 1); }
-
-  // Multiplies queries by a tile's keys, while its values are on their way into the cache, and keys if it is the first.
-  template <bool kWhole>
-  void score(const State& state, const int64_t* offsets, int64_t count, bool is_first) const {
-    static_assert(kTileKeys % kFloats == 0 && kAheadKeys <= kTileKeys);
-    const int step = state.queries % 4 == 0 ? kFloats / 4 : kFloats;  // of all heads at a time, in memory's order
-    for (int64_t c = 0; c < count; c += step) {
-      for (int64_t head = 0; head < state.heads; ++head) {
-        const int64_t first = (state.first_head + head) * pages_.head_dim;
-        in_blocks(state.queries, [&](int64_t r, auto queries) {
-          constexpr int kQueries = decltype(queries)::value, kKeys = kFloats / kQueries;
-          const int64_t i = head * state.queries + r;
-          for (int j = 0; j < step; j += kKeys) {
-            for (int64_t k = c + j; r == 0 && k < c + j + kKeys; ++k) {  // a few at a time: loads wait for many
-              prefetch_head(pages_.v + offsets[k] + first);
-              if (is_first && k + kAheadKeys < count) prefetch_head(pages_.k + offsets[kAheadKeys + k] + first);
-            }
-            multiply_keys<kQueries, kWhole>(state.q + i * stride_, pages_.k + first, offsets + c + j, pages_.head_dim,
-                                            state.scores + i * kTileKeys + c + j, kTileKeys);
-          }
-        });
-      }
-    }
-  }
-
-  int64_t head_bytes() const { return pages_.head_dim * static_cast<int64_t>(sizeof(C)); }
-
-  void prefetch_head(const C* p) const {
-    const char* begin = reinterpret_cast<const char*>(p);
-    for (int64_t i = 0; i < head_bytes(); i += 64) prefetch(begin + i);
-  }
 
   void read_scales(const State& state, int64_t begin, int64_t count) const {
     const int32_t* table = rows_.page_table + state.block.row * rows_.width;
@@ -558,7 +490,8 @@ class PagedAttention {
 
   Heads heads_;
   int64_t group_;
-  Pages<C> pages_;
+  PageSizes pages_;
+  int64_t head_bytes_;  // of one key
   Positions rows_;
   ScoreOptions options_;
   void* result_;
@@ -567,6 +500,91 @@ class PagedAttention {
   std::vector<Task> tasks_;
   Buffer<float> partials_;
   std::vector<std::atomic<int32_t>> left_;
+};
+
+// Attention to pages of C.
+template <typename C>
+class PagedAttention final : public AnyPagedAttention {
+ public:
+  // heads: of which the first `group` of each KV head are queries. result: [B, T, Hkv * G, K] in their dtype.
+  PagedAttention(const Heads& heads, int64_t group, const Pages<C>& pages, const Positions& rows,
+                 const ScoreOptions& options, void* result)
+      : AnyPagedAttention(heads, group, pages, pages.head_dim * sizeof(C), rows, options, result),
+        k_(pages.k),
+        v_(pages.v) {}
+
+ private:
+  // One tile after another.
+  void attend(const State& state, Visible keys) const override {
+    int64_t offsets[2 * kTileKeys];  // of the tile, and of the one that follows, perhaps in the next split
+    for (int64_t begin = keys.first; begin <= keys.last;) {
+      const int64_t end = std::min((begin / kTileKeys + 1) * kTileKeys, keys.last + 1);
+      const int64_t known = std::min(end - begin + kTileKeys, state.block.keys.last + 1 - begin);
+      locate(state, begin, known, offsets);
+      std::fill(offsets + known, offsets + 2 * kTileKeys, offsets[known - 1]);
+      const bool is_first = begin == keys.first;
+      if (stride_ == pages_.head_dim) {
+        score<true>(state, offsets, end - begin, is_first);
+      } else {
+        score<false>(state, offsets, end - begin, is_first);
+      }
+      if (pages_.k_scale != nullptr) read_scales(state, begin, end - begin);
+      for (int64_t head = 0; head < state.heads; ++head) {
+        weigh(state, head, begin, end);
+        add_values_of(state, head, offsets, end - begin);
+      }
+      begin = end;
+    }
+  }
+
+  // Adds a tile's values of a head, while keys of the next tile, of all heads in memory's order, are on their way.
+  void add_values_of(const State& state, int64_t head, const int64_t* offsets, int64_t count) const {
+    const char* ahead[kTileKeys];
+    int64_t key = count + head * count / state.heads, part = head * count % state.heads;
+    for (int64_t c = 0; c < count; ++c, ++part) {
+      if (part == state.heads) ++key, part = 0;
+      ahead[c] = reinterpret_cast<const char*>(k_ + offsets[key] + (state.first_head + part) * pages_.head_dim);
+    }
+    in_blocks(state.queries, [&](int64_t r, auto queries) {
+      const int64_t i = head * state.queries + r;
+      add_whole_values<decltype(queries)::value>(
+          state.scores + i * kTileKeys, kTileKeys, v_ + (state.first_head + head) * pages_.head_dim, offsets,
+          count, state.factors + i, state.softmax.sums + i * stride_, stride_, pages_.head_dim,
+          r == 0 ? Ahead{ahead, head_bytes_} : Ahead{});
+    });
+  }
+
+  // Multiplies queries by a tile's keys, while its values are on their way into the cache, and keys if it is the first.
+  template <bool kWhole>
+  void score(const State& state, const int64_t* offsets, int64_t count, bool is_first) const {
+    static_assert(kTileKeys % kFloats == 0 && kAheadKeys <= kTileKeys);
+    const int step = state.queries % 4 == 0 ? kFloats / 4 : kFloats;  // of all heads at a time, in memory's order
+    for (int64_t c = 0; c < count; c += step) {
+      for (int64_t head = 0; head < state.heads; ++head) {
+        const int64_t first = (state.first_head + head) * pages_.head_dim;
+        in_blocks(state.queries, [&](int64_t r, auto queries) {
+          constexpr int kQueries = decltype(queries)::value, kKeys = kFloats / kQueries;
+          const int64_t i = head * state.queries + r;
+          for (int j = 0; j < step; j += kKeys) {
+            for (int64_t k = c + j; r == 0 && k < c + j + kKeys; ++k) {  // a few at a time: loads wait for many
+              prefetch_head(v_ + offsets[k] + first);
+              if (is_first && k + kAheadKeys < count) prefetch_head(k_ + offsets[kAheadKeys + k] + first);
+            }
+            multiply_keys<kQueries, kWhole>(state.q + i * stride_, k_ + first, offsets + c + j, pages_.head_dim,
+                                            state.scores + i * kTileKeys + c + j, kTileKeys);
+          }
+        });
+      }
+    }
+  }
+
+  void prefetch_head(const C* p) const {
+    const char* begin = reinterpret_cast<const char*>(p);
+    for (int64_t i = 0; i < head_bytes_; i += 64) prefetch(begin + i);
+  }
+
+  const C* k_;
+  const C* v_;
 };
 
 }  // namespace jaxinfer::attention

@@ -81,16 +81,20 @@ struct Heads {
   }
 };
 
-// A layer's cache, C: float, bfloat16 or int8.
-template <typename C>
-struct Pages {
-  C* k;  // [num_pages, page_size, Hkv, K]
-  C* v;
+// A layer's cache but for its keys and values.
+struct PageSizes {
+  int64_t num_pages, page_size, kv_heads, head_dim;
   float* k_scale;  // [num_pages, Hkv] of int8, else null
   float* v_scale;
-  int64_t num_pages, page_size, kv_heads, head_dim;
 
   int64_t stride() const { return kv_heads * head_dim; }  // from a token to the next
+};
+
+// A layer's cache, C: float, bfloat16 or int8.
+template <typename C>
+struct Pages : PageSizes {
+  C* k;  // [num_pages, page_size, Hkv, K]
+  C* v;
 };
 
 // Which positions the tokens of a call have, and where their rows' pages are.
@@ -100,8 +104,7 @@ struct Positions {
   int64_t batch, tokens, width;
 
   // Returns the page of a token's position, or -1 where there is none.
-  template <typename C>
-  int64_t page(int64_t token, const Pages<C>& pages) const {
+  int64_t page(int64_t token, const PageSizes& pages) const {
     const int64_t position = positions[token], index = position / pages.page_size;
     if (position < 0 || index >= width) return -1;
     const int64_t page = page_table[token / tokens * width + index];

@@ -3,62 +3,45 @@
 #include <cstdint>
 
 #include "cpu/handlers.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxinfer {
 namespace {
 
-namespace ffi = xla::ffi;
-
 template <typename T>
-void run(ffi::ThreadPool& pool, ffi::AnyBuffer x, const Routing& routing, const Experts& gate_up, const Experts& down,
-         int32_t activation, bool gated, ffi::Result<ffi::AnyBuffer>& y) {
-  const auto kind = static_cast<Activation>(activation);
-  ExpertMlp<T>{given<T>(x), routing, gate_up, down, kind, gated, static_cast<T*>(y->untyped_data())}.run(pool);
+void run(ThreadPool& pool, const Array& x, const Routing& routing, const Experts& gate_up, const Experts& down,
+         Activation activation, bool gated, const Array& y) {
+  ExpertMlp<T>{x.given<T>(), routing, gate_up, down, activation, gated, static_cast<T*>(y.data())}.run(pool);
 }
 
-ffi::Error expert_mlp(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> weights,
-                      ffi::Buffer<ffi::S32> rows_of, ffi::Buffer<ffi::S32> token_of, ffi::Buffer<ffi::S32> offsets,
-                      ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer gate_up, ffi::AnyBuffer gate_up_scale,
-                      ffi::AnyBuffer down, ffi::AnyBuffer down_scale, ffi::AnyBuffer gate_up_bias,
-                      ffi::AnyBuffer down_bias, ffi::Result<ffi::AnyBuffer> y, int32_t activation, int32_t gated) {
-  const int64_t inputs = x.dimensions()[1];
-  const auto choices = weights.dimensions();
-  const Routing routing{choices[0],
-                        choices[1],
-                        static_cast<int64_t>(token_of.element_count()),
-                        static_cast<int64_t>(sizes.element_count()),
-                        weights.typed_data(),
-                        rows_of.typed_data(),
-                        token_of.typed_data(),
-                        offsets.typed_data(),
-                        sizes.typed_data()};
-  const Matrix first = matrix_of(gate_up, gate_up_scale, inputs);
+const char* expert_mlp(Call& call) {
+  const Array x = call.argument(0);
+  const Array weights = call.argument(1), rows_of = call.argument(2);     // of choices
+  const Array token_of = call.argument(3);                                // of rows
+  const Array offsets = call.argument(4), sizes = call.argument(5);       // of experts
+  const Array gate_up = call.argument(6), gate_up_scale = call.argument(7);
+  const Array down = call.argument(8), down_scale = call.argument(9);
+  const Array gate_up_bias = call.argument(10), down_bias = call.argument(11);
+  const auto activation = static_cast<Activation>(call.attribute<int32_t>("activation"));
+  const bool gated = call.attribute<int32_t>("gated");
+  if (!call.is_complete()) return "expert_mlp takes activation and gated";
+  const Routing routing{weights.size(0),
+                        weights.size(1),
+                        token_of.count(),
+                        sizes.count(),
+                        static_cast<const float*>(weights.data()),
+                        static_cast<const int32_t*>(rows_of.data()),
+                        static_cast<const int32_t*>(token_of.data()),
+                        static_cast<const int32_t*>(offsets.data()),
+                        static_cast<const int32_t*>(sizes.data())};
+  const Matrix first = matrix_of(gate_up, gate_up_scale, x.size(1));
   const Matrix second = matrix_of(down, down_scale, gated ? first.outputs / 2 : first.outputs);
-  const Experts in{first, given<float>(gate_up_bias)}, out{second, given<float>(down_bias)};
-  const auto call = x.element_type() == ffi::F32 ? run<float> : run<bfloat16>;
-  call(pool, x, routing, in, out, activation, gated, y);
-  return ffi::Error::Success();
+  const Experts in{first, gate_up_bias.given<float>()}, out{second, down_bias.given<float>()};
+  const auto typed = x.type() == XLA_FFI_DataType_F32 ? run<float> : run<bfloat16>;
+  typed(call.pool, x, routing, in, out, activation, gated, call.result(0));
+  return nullptr;
 }
 
 }  // namespace
 }  // namespace jaxinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_expert_mlp, jaxinfer::expert_mlp,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()               // x
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()  // weights of choices
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // their rows
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // the rows' tokens
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // offsets
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // sizes
-                                  .Arg<xla::ffi::AnyBuffer>()               // gate_up
-                                  .Arg<xla::ffi::AnyBuffer>()               // its scale
-                                  .Arg<xla::ffi::AnyBuffer>()               // down
-                                  .Arg<xla::ffi::AnyBuffer>()               // its scale
-                                  .Arg<xla::ffi::AnyBuffer>()               // gate_up's bias
-                                  .Arg<xla::ffi::AnyBuffer>()               // down's bias
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int32_t>("activation")
-                                  .Attr<int32_t>("gated"));
+JAXINFER_HANDLER(jaxinfer_expert_mlp, 12, 1, jaxinfer::expert_mlp)

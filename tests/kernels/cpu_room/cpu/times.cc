@@ -4,24 +4,20 @@
 #include <cstdint>
 #include <thread>
 
+#include "cpu/handlers.h"
 #include "cpu/tasks.h"
-#include "xla/ffi/api/ffi.h"
 
-namespace ffi = xla::ffi;
-
-static ffi::Error times(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y, float factor) {
-  const float* in = x.typed_data();
-  float* out = y->typed_data();
-  jaxinfer::parallel_for(pool, x.element_count(), [&](int64_t i) {
+static const char* times(jaxinfer::Call& call) {
+  const jaxinfer::Array x = call.argument(0);
+  const auto* in = static_cast<const float*>(x.data());
+  auto* out = static_cast<float*>(call.result(0).data());
+  const float factor = call.attribute<float>("factor");
+  if (!call.is_complete()) return "times takes a factor";
+  jaxinfer::parallel_for(call.pool, x.count(), [&](int64_t i) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));  // so that calls overlap
     out[i] = in[i] * factor;
   });
-  return ffi::Error::Success();
+  return nullptr;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_times, times,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("factor"));
+JAXINFER_HANDLER(jaxinfer_times, 1, 1, times)

@@ -2,14 +2,13 @@
 
 #include <cstring>
 
-#include "xla/ffi/api/ffi.h"
+#include "cpu/handlers.h"
 
-namespace ffi = xla::ffi;
-
-static ffi::Error zeros(ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary) {
-  std::memset(y->untyped_data(), 0, y->size_bytes());
-  return ffi::Error::Success();
+static const char* zeros(jaxinfer::Call& call) {
+  const jaxinfer::Array y = call.result(0);
+  const int64_t bytes = y.type() == XLA_FFI_DataType_BF16 ? 2 : 4;
+  std::memset(y.data(), 0, y.count() * bytes);
+  return nullptr;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_linear, zeros,
-                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>().Attrs());
+JAXINFER_HANDLER(jaxinfer_linear, 7, 1, zeros)
