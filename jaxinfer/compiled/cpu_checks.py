@@ -1,11 +1,10 @@
 """Compares a library of CPU kernels with XLA, and measures up to how many rows it is faster, in a process of its own.
 
-`python -m jaxinfer.compiled.cpu_checks` loads a library that is in the cache folder. It may crash, as instructions that
-a processor lists and lacks would make it, or hang, without harm to the process that asks. Operations are called as
-models call them, so that nothing here depends on how the kernels take their arguments.
+`python -m jaxinfer.compiled.cpu_checks` loads a library that is in the cache folder, and compares or measures. It may
+crash, as instructions that a processor lists and lacks would make it, or hang, without harm to the process that asks.
+Operations are called as models call them, so that nothing here depends on how the kernels take their arguments.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -44,11 +43,11 @@ MEASURE_SECONDS = 20.0
 """Seconds of measuring after which the formats that are left keep the default."""
 
 ROUNDS = 7
-TURN_SECONDS = 0.015
+TURN_SECONDS = 0.01
 DOUBTLESS = (4.0, 4.0, 1.5)
 """How many times as fast as the other, in all rounds, a product is that is measured no further after 1, 2, 3 rounds."""
 
-TURNS_SECONDS = 0.4
+TURNS_SECONDS = 0.2
 """Seconds of turns after which three rounds are enough."""
 
 _QUICKLY: dict[str, str | bool | int] = {
@@ -253,9 +252,12 @@ def limits(library: Library, *, seconds: float = MEASURE_SECONDS) -> dict[str, i
 
 
 def _limit(library: Library, dtype: str, end: float) -> int:
-    """The most rows at which the library is faster, by bisection: with more rows it gains less."""
-    slower = bisect.bisect_left(ROWS, True, key=lambda rows: _gain(library, dtype, rows, end) < 0)
-    return ROWS[slower - 1] if slower else 0
+    """The most rows at which the library is faster, from the default on: with more rows it gains less."""
+    at = ROWS.index(DEFAULT_ROWS)
+    if _gain(library, dtype, DEFAULT_ROWS, end) < 0:
+        return next((rows for rows in reversed(ROWS[:at]) if _gain(library, dtype, rows, end) >= 0), 0)
+    slower = next((i for i in range(at + 1, len(ROWS)) if _gain(library, dtype, ROWS[i], end) < 0), len(ROWS))
+    return ROWS[slower - 1]
 
 
 def _gain(library: Library, dtype: str, rows: int, end: float) -> float:
@@ -310,7 +312,7 @@ def _large_matrices(dtype: str) -> tuple[Weights, Weights]:
     row_bytes = inputs // NIBBLES * 2 if dtype == "uint16" else inputs * np.dtype(dtype).itemsize
     rng = np.random.default_rng(0)
     small = _matrix(rng, dtype, 64, inputs)
-    copies = MATRIX_BYTES // row_bytes // 64
+    copies = (MATRIX_BYTES // 2 if dtype == "uint16" else MATRIX_BYTES) // row_bytes // 64  # XLA unpacks it slowly
 
     def tiled(x: jax.Array | None, axis: int) -> Any:
         return None if x is None else jnp.concatenate([x] * copies, axis=axis)
@@ -320,18 +322,20 @@ def _large_matrices(dtype: str) -> tuple[Weights, Weights]:
 
 
 def main() -> None:
-    """Check the library that the argument, JSON, describes, and print what was seen, as JSON."""
+    """Compare or measure the library that the argument, JSON, describes, and print what was seen, as JSON."""
     request = json.loads(sys.argv[1])
     library = Library(digest=request["digest"], level=request["level"], functions=tuple(request["functions"]))
     content = KeptFiles(Path(request["folder"]), max_bytes=0).get(library.digest)
     if content is None:
         raise FileNotFoundError(f"{library.digest} is not in {request['folder']}")
     load_library(library, content)
-    operations, differences = compare(library)
-    measured: dict[str, int] = {}
-    if request["measure"] and operations and not differences:
-        measured = limits(dataclasses.replace(library, limits=tuple((dtype, max(ROWS)) for dtype in FORMATS)))
-    print(json.dumps({"operations": operations, "differences": differences, "limits": measured}), flush=True)
+    seen: dict[str, Any]
+    if request["what"] == "compare":
+        operations, differences = compare(library)
+        seen = {"operations": operations, "differences": differences}
+    else:
+        seen = limits(dataclasses.replace(library, limits=tuple((dtype, max(ROWS)) for dtype in FORMATS)))
+    print(json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":
