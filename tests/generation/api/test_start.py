@@ -96,7 +96,7 @@ def without_a_compiler(model_dir, tmp_path):
     with (tmp_path / "log").open("w") as log:
         found = ended(start(model_dir, tmp_path, stderr=log, **environment))
     assert found["programs"] == dict.fromkeys(PROGRAMS, True)
-    assert (tmp_path / "log").read_text().count("CPU kernels are not used") == 1
+    assert (tmp_path / "log").read_text().count("XLA runs instead of CPU kernels") == 1
     assert found["before"] == found["ids"]
     assert found["traced_before"]
     assert not found["traced"]
