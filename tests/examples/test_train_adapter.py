@@ -31,8 +31,15 @@ def test_pairs_are_saved_as_peft_has_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_changes_b(tmp_path, capsys):
+def test_training_changes_b(monkeypatch, capsys):
+    batches = []
+
+    def the_first(*args, **options):
+        batches.append(batches[0] if batches else batch_of(*args, **options))
+        return batches[0]
+
+    monkeypatch.setattr("examples.train_adapter.batch_of", the_first)  # some batches are harder than others
     pairs = train(steps=11, rate=5e-3, batch=2, length=64)
     assert all(np.abs(b).max() > 0 for _, b in pairs.values())
     first, *_, last = (float(line.split()[2]) for line in capsys.readouterr().out.splitlines())
-    assert last < first
+    assert last < 0.8 * first
