@@ -93,16 +93,20 @@ def test_a_close_gives_all_back(kind):
     make, ask = kind
     before, already, others = arrays(), threads(), reserved()
     with make() as held:
+        for wrong in (float("nan"), -1, "1", True):
+            with pytest.raises(ValueError, match="timeout must be a number of seconds, at least 0, or None, got"):
+                held.close(timeout=wrong)
         ask(held)
         assert arrays() > before
         mine = reserved() - others
         assert {owner.split()[0] for owner, _ in mine} == {type(held).__name__}
         assert {name: budget.reserved for name, budget in held.budgets.items()} == {HOST: reserved().total()}
+        held.close(timeout=3e38)  # longer than a lock can be waited for
     assert arrays() == before
     assert reserved() == others
     wait_until(lambda: threads() == already)  # those that read files are not waited for: a disk may hang
-    for drain in (True, False):
-        held.close(drain=drain, timeout=1)
+    for drain, timeout in ((True, 1), (False, float("inf"))):
+        held.close(drain=drain, timeout=timeout)
     with pytest.raises(ClosedError, match=f"This {type(held).__name__}|This s") as raised:
         ask(held)
     assert "is closed" in str(raised.value)

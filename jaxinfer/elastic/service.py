@@ -42,7 +42,7 @@ from jaxinfer.progress import ProgressOption, current_progress, showing
 from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
-from jaxinfer.serving.lifecycle import Closeable
+from jaxinfer.serving.lifecycle import Closeable, check_timeout
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -408,6 +408,7 @@ class Service(Closeable):
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Close the service, as `Closeable` says. A task that is being registered or profiled is kept first."""
+        timeout = check_timeout(timeout)
         with self._serving:
             self._closed, decider = True, self._decider
         try:

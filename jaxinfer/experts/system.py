@@ -26,7 +26,7 @@ from jaxinfer.models.vision.image_files import AnyImage, pixels_of
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import OverloadedError
 from jaxinfer.serving.heap import trim_heap
-from jaxinfer.serving.lifecycle import Closeable
+from jaxinfer.serving.lifecycle import Closeable, check_timeout
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +187,7 @@ class System(OpenedSystem, Closeable):
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Close the system (see `Closeable`). Running requests may finish; new inputs are refused."""
+        timeout = check_timeout(timeout)
         try:
             self._decider.loop.close(drain=drain, timeout=timeout)
         finally:

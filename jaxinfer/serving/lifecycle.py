@@ -1,7 +1,18 @@
 """The end of everything that users hold."""
 
 import abc
+import math
+import threading
 from typing import Self
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Return seconds to wait as Python's locks take them, which have a limit. Raises ValueError for anything else."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}.")
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 class Closeable(abc.ABC):
@@ -18,6 +29,8 @@ class Closeable(abc.ABC):
         Args:
           drain: whether requests come to their end first. Otherwise, and after `timeout`, they end with ClosedError.
           timeout: maximum seconds to wait.
+
+        Raises ValueError for another timeout, before anything ends.
         """
 
     def __enter__(self) -> Self:

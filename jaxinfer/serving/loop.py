@@ -223,7 +223,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         with self.lock:
             turn = self._take(ticket, block=block)
         if ticket.future is not None:
-            ticket.future.add_done_callback(functools.partial(_cancel_if_cancelled, weakref.ref(self), ticket.key))
+            ticket.future.add_done_callback(functools.partial(_cancel_if_done, weakref.ref(self), ticket.key))
         if turn is not None:
             self._wait_in_line(ticket, turn)
 
@@ -447,7 +447,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         seconds = None if until is None else until - self.clock()
         with contextlib.suppress(Empty):
             if seconds is None or seconds > 0:
-                self._news.get(timeout=seconds)
+                self._news.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
             while True:
                 self._news.get_nowait()
         if self._cause is not None:
@@ -523,12 +523,12 @@ class _Nothing(Decider[Any]):
 _NOTHING = _Nothing()
 
 
-def _cancel_if_cancelled(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
-    """Cancel a ticket whose future was cancelled.
+def _cancel_if_done(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
+    """Cancel a ticket whose future was cancelled, or given an outcome by its caller.
 
     As the future's callback it holds neither the loop, and so the model, nor the ticket's input.
     """
-    if future.cancelled() and (running := loop()) is not None:
+    if (running := loop()) is not None:
         ticket = running.find(key)
         if ticket is not None and ticket.future is future:
             running.cancel(ticket)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from jaxinfer.compiled import end_future
+from jaxinfer.compiled import begin_future, end_future
 
 
 class Reader[Snapshot]:
@@ -89,8 +89,8 @@ class Ticket[Outcome]:
         return self.future is not None and self.future.running()
 
     def begin(self) -> bool:
-        """Protect its future from cancellation; return False if it was cancelled."""
-        return self.future is None or self.future.set_running_or_notify_cancel()
+        """Protect its future from cancellation; return False if its caller has cancelled it, or given it an outcome."""
+        return self.future is None or begin_future(self.future)
 
     def end_future(self) -> None:
         """Give the future its outcome, and run its callbacks."""

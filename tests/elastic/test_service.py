@@ -1,5 +1,6 @@
 """Services: the model's own answers at every level, tasks that come and go, nothing compiled while they classify."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import InvalidStateError
 
 import jax
 import numpy as np
@@ -731,3 +733,14 @@ def test_queries_are_timed_alone_while_others_classify(busy):
         service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60)
     for level in service.levels:
         assert service.latency.seconds(level, 1).p50 < 2 * device.seconds
+
+
+def test_a_query_that_its_caller_ends_harms_no_other(busy):
+    """Some while they wait, and some while they run."""
+    service, _ = busy
+    queries = [service.make_query(stripes(1).images[0], "stripes", latency=60.0) for _ in range(30)]
+    for query in queries[::2]:
+        with contextlib.suppress(InvalidStateError):
+            query.set_result(None)
+    assert all(query.result(60).label for query in queries[1::2])
+    assert service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60).label

@@ -220,6 +220,13 @@ def test_a_callback_that_raises_harms_nobody(start, gate):
     assert system.submit("c0", image(0)).result(60).verdict
 
 
+def test_a_deadline_that_no_lock_can_be_waited_for(start):
+    system = start(*CLASSIFIERS)
+    futures = [system.submit("c0", image(0), deadline=deadline) for deadline in (1e10, 1e30, 3e38)]
+    assert all(future.result(60).verdict for future in futures)
+    assert system.submit("c0", image(0)).result(60).verdict
+
+
 LEFT = """
 import sys, threading
 from pathlib import Path

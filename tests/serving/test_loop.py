@@ -99,6 +99,25 @@ class Held:
         return number
 
 
+def test_a_time_that_no_lock_can_be_waited_for(start, monkeypatch):
+    monkeypatch.setattr(InTurn, "next_time", 1e30)
+    loop = start()
+    assert [ask(loop, Item(number)).result(PATIENCE) for number in range(3)] == [0, 1, 2]
+
+
+def test_a_future_that_its_caller_ends_harms_no_other(start):
+    """While it waits, and while it runs."""
+    loop, held = start(), Held()
+    running, waiting, last = (ask(loop, Item(number, run)) for number, run in enumerate([held, held, str]))
+    assert held.begun.wait(PATIENCE)
+    running.set_result("of its caller")
+    waiting.set_exception(KeyError("of its caller"))
+    held.go.set()
+    assert last.result(PATIENCE) == "2"
+    assert running.result() == "of its caller"
+    assert isinstance(waiting.exception(), KeyError)
+
+
 def raises(error):
     def run(number):
         raise error

@@ -1,12 +1,13 @@
 """Language models, experts, elastic tokens: whatever they meet, each request ends once, and nothing stays."""
 
+import contextlib
 import gc
 import logging
 import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import wait
+from concurrent.futures import InvalidStateError, wait
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -146,6 +147,13 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, which):
         if self.futures:
             self.futures[which % len(self.futures)].cancel()
+
+    @rule(which=st.integers(0, 100))
+    def resolve(self, which):
+        """As a caller does that has a deadline of its own."""
+        if self.futures:
+            with contextlib.suppress(InvalidStateError):
+                self.futures[which % len(self.futures)].set_result(None)
 
     @rule()
     def fail(self):

@@ -25,6 +25,7 @@ from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import FailedError
+from jaxinfer.serving.lifecycle import check_timeout
 from jaxinfer.serving.ticket import Reader
 
 
@@ -254,8 +255,9 @@ class AsyncLLM(EngineHolder):
         Requests in flight end with ClosedError: at once, or with `drain` only those that need more than `timeout`
         seconds. In a coroutine, `async with` closes without blocking the event loop.
 
-        Raises DiedError if a step hangs, rather than wait for ever.
+        Raises DiedError if a step hangs, rather than wait for ever; ValueError for another timeout.
         """
+        timeout = check_timeout(timeout)
         try:
             self._loop.close(drain=drain, timeout=timeout)
         finally:

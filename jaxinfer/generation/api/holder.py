@@ -14,7 +14,7 @@ from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.serving.heap import trim_heap
-from jaxinfer.serving.lifecycle import Closeable
+from jaxinfer.serving.lifecycle import Closeable, check_timeout
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
 
@@ -94,6 +94,7 @@ class EngineHolder(Closeable):
           timeout: seconds to wait at most for calls and the running step, which keeps the memory until it ends; what is
             on the devices already is waited for.
         """
+        timeout = check_timeout(timeout)
         until = None if timeout is None else time.monotonic() + timeout
         if self._held is None or self._held.engine.forked:
             return
