@@ -224,7 +224,7 @@ class HuggingFaceModel:
 
 
 def _is_headless(fields: Mapping[str, Any], config: DecoderConfig, names: set[str]) -> bool:
-    """Whether a decoder has no head and `config.json` agrees, as of `MistralModel` (e5-mistral); names: of tensors."""
+    """Return whether a decoder has no head and `config.json` agrees, as of `MistralModel`; names: of tensors."""
     named = fields.get("architectures")
     bare = isinstance(named, list) and any(str(name).endswith("Model") for name in named)
     return bare and not config.tied and names.isdisjoint(_HEADS)
