@@ -95,7 +95,7 @@ clean:
 	@touch $@
 
 .venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml
-	@./pip-install .venv-newest --upgrade -e '.[dev]'
+	@./pip-install .venv-newest --upgrade -e '.[dev,images]'
 	@touch $@
 
 # The engines that benchmarks compare with, in an interpreter of their own: PyTorch's CPU build may exist for one Python only.
