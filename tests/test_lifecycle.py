@@ -105,7 +105,7 @@ def test_a_close_gives_all_back(kind):
     assert arrays() == before
     assert reserved() == others
     wait_until(lambda: threads() == already)  # those that read files are not waited for: a disk may hang
-    for drain, timeout in ((True, 1), (False, float("inf"))):
+    for drain, timeout in ((True, 1), (True, 10**400), (False, float("inf"))):
         held.close(drain=drain, timeout=timeout)
     with pytest.raises(ClosedError, match=f"This {type(held).__name__}|This s") as raised:
         ask(held)

@@ -292,7 +292,7 @@ class _Maker:
         builder = subprocess.Popen(
             [sys.executable, "-P", "-m", _BUILD, str(self.folder)],
             cwd=self.files.folder,
-            env=self._environment(os.environ.get("XLA_FLAGS", "")),
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -348,14 +348,14 @@ class _Maker:
 
     def _checked(self, record: _Record) -> dict[str, Any]:
         """Return what `cpu_checks` sees of a library. Raises BuildError."""
-        compared = self._check("compare", record, f"{_COMPILED_QUICKLY} {os.environ.get('XLA_FLAGS', '')}")
+        compared = self._check("compare", record, _COMPILED_QUICKLY)
         seen: dict[str, Any] = {name: tuple(value) for name, value in compared.items()}
         if self.measures and seen["operations"] and not seen["differences"]:
-            seen["limits"] = self._check("measure", record, os.environ.get("XLA_FLAGS", ""))
+            seen["limits"] = self._check("measure", record)
         return seen
 
-    def _check(self, what: str, record: _Record, flags: str) -> dict[str, Any]:
-        """Run a part of `cpu_checks` in a process of its own. Raises BuildError."""
+    def _check(self, what: str, record: _Record, *flags: str) -> dict[str, Any]:
+        """Run a part of `cpu_checks` in a process of its own, with these flags of XLA. Raises BuildError."""
         request = {"what": what, "folder": str(self.files.folder)}
         request |= {"digest": record.digest, "level": record.level, "functions": record.functions}
         try:
@@ -363,18 +363,19 @@ class _Maker:
                 [[sys.executable, "-P", "-m", _CHECKS, json.dumps(request)]],
                 cpu_seconds=CPU_SECONDS,
                 seconds=GIVE_UP_SECONDS,
-                environment=self._environment(flags),
+                environment=self._environment(*flags),
                 folder=self.files.folder,
             )
         except BuildError as error:
             raise BuildError(f"the kernels cannot be checked: {error}", lasting=error.lasting) from error
         return _last_line(text)
 
-    def _environment(self, flags: str) -> dict[str, str]:
+    def _environment(self, *flags: str) -> dict[str, str]:
         """The environment of a process of ours: it imports this package, on the CPU, and nothing of the folder
-        that this process runs in. flags: XLA's."""
+        that this process runs in. flags: of XLA, before those of this process."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _without_dumps(flags)}
+        all_flags = " ".join((*flags, os.environ.get("XLA_FLAGS", "")))
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _without_dumps(all_flags)}
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         return environment

@@ -282,7 +282,7 @@ class PoolingParams:
       adapter: the name of one of the engine's LoRA adapters; None: the model as it is.
       priority: as in `SamplingParams`.
       prompt: what to put before a text to embed: the name of one of the model's prompts, or a text; None: the model's
-        default prompt if it has one; "": nothing.
+        default prompt if it has one; "": nothing. Where the model names prompts, another single word is refused.
       truncate: whether a text of more tokens than the model takes is cut, as sentence-transformers does; False: it is
         refused. Token ids are never cut.
     """

@@ -1,7 +1,6 @@
 """The end of everything that users hold."""
 
 import abc
-import math
 import threading
 from typing import Self
 
@@ -10,7 +9,7 @@ def check_timeout(timeout: float | None) -> float | None:
     """Return seconds to wait as Python's locks take them, which have a limit. Raises ValueError for anything else."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout < 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:  # nor NaN
         raise ValueError(f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}.")
     return min(timeout, threading.TIMEOUT_MAX)
 

@@ -157,6 +157,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._turns: dict[Hashable, Event] = {}  # by key, of threads that stand in line
         self._closed = self._drain = False
         self._cause: BaseException | None = None  # the cause of its death, or of giving up
+        self._ending: Future[Any] | None = None  # which gets its outcome now
         self._num_running = self._num_done = 0
         self._last_end, self._between_ends = clock(), None
         self._origin = Origin(what)
@@ -243,6 +244,10 @@ class Loop[AnyTicket: Ticket[Any]]:
             if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
                 self.end(ticket, CancelledError())
         self._news.put(None)
+
+    def ends(self, future: Future[Any]) -> bool:
+        """Return whether the loop gives this future its outcome now."""
+        return self._ending is future
 
     def find(self, key: Hashable) -> AnyTicket | None:
         """Find the request of this key that has not ended."""
@@ -478,7 +483,9 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     def _run_callbacks(self) -> None:
         while (ticket := self._ended.get()) is not None:
+            self._ending = ticket.future
             ticket.end_future()
+            self._ending = None
             del ticket  # it must not live while this waits for the next
 
     def _end_all(self) -> None:
@@ -528,7 +535,7 @@ def _cancel_if_done(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Futur
 
     As the future's callback it holds neither the loop, and so the model, nor the ticket's input.
     """
-    if (running := loop()) is not None:
+    if (running := loop()) is not None and not running.ends(future):
         ticket = running.find(key)
         if ticket is not None and ticket.future is future:
             running.cancel(ticket)

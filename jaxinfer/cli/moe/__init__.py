@@ -82,9 +82,8 @@ def load(
     if not read_text("--prompts-file", prompts_file).strip():
         raise ValueError(f"--prompts-file {prompts_file}: the file has no prompt; write one per line.")
     prompts = read_prompts([], prompts_file, [])
-    with long_work(f"reading {model}"):
-        config = _require_experts(model)
     with long_work(f"loading {model}"):
+        config = _require_experts(model)
         from jaxinfer.generation import SamplingParams
 
         options = sampling_options(ctx, ignore_eos=ignore_eos)

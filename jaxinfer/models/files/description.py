@@ -64,7 +64,10 @@ class SentenceConfig:
         """
         name = self.default_prompt if given is None else given
         if name and name.isidentifier() and self.prompts and name not in self.prompts:
-            raise ValueError(f"prompt={name!r} is none of the model's prompts ({', '.join(self.prompts)}).")
+            raise ValueError(
+                f"prompt={name!r} is none of the model's prompts ({', '.join(self.prompts)}); name one, or give a "
+                "text that is more than a word."
+            )
         return "" if name is None else self.prompts.get(name, name)
 
 
