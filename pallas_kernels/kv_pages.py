@@ -41,6 +41,10 @@ def write_pages(
     quantisation step, each time a later token raises the scale of its page. What is not finite is stored as 0: it would
     make the scale NaN, and so all tokens of the page, whose first ones other requests may share.
 
+    In a float page, a token with a key or value that is not finite has a key of NaN and a value of 0. So every query
+    that sees it gets NaN, and no other does: scores that are masked are replaced, while a weight of 0 would still
+    multiply the value.
+
     Args:
       k, v: [N, Hkv, K], one row per token.
       page: int32 [N], each token's page; tokens with page >= num_pages are padding and are dropped.
@@ -49,11 +53,18 @@ def write_pages(
         consecutive tokens of equal `page`. The tokens of R sequences, each in order, have at most R. Default: N.
     """
     if pages.k_scale is None or pages.v_scale is None:
+        k, v = _contained(k.astype(pages.k.dtype), v.astype(pages.v.dtype))
         return KVPages(_write(pages.k, (page, offset), k), _write(pages.v, (page, offset), v))
     rows = page.size if rows is None else min(rows, page.size)
     new_k, k_scale = _write_int8(pages.k, pages.k_scale, k, page, offset, rows)
     new_v, v_scale = _write_int8(pages.v, pages.v_scale, v, page, offset, rows)
     return KVPages(new_k, new_v, k_scale, v_scale)
+
+
+def _contained(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., K] where what is not finite harms those who see it, and nobody else."""
+    finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 
 
 def _write(x: jax.Array, index: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:

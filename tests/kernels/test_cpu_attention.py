@@ -188,8 +188,9 @@ def test_entries_beyond_a_row_may_be_anything(library):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_new_tokens_that_are_not_finite_are_stored_as_0_in_int8(library):
-    case = dataclasses.replace(SMALL, tokens=2, int8=True)
+@pytest.mark.parametrize("int8", [False, True])
+def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does(int8, library):
+    case = dataclasses.replace(SMALL, tokens=2, int8=int8)
     qkv, *rest = case.args()
     token = np.array(qkv).reshape(*qkv.shape[:2], 2, case.group + 2, case.head_dim)
     token[0, 0, 0, -2, 5], token[1, 0, 1, -1, 7] = np.nan, np.inf

@@ -274,17 +274,21 @@ def test_what_other_requests_left_changes_no_bit_interpreted(name):
 
 
 @pytest.mark.interpreted
-def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does():
-    """They are stored as 0 in int8, so that the other tokens of their pages keep their values."""
-    case, splits = CASES["int8"]
+@pytest.mark.parametrize("name", ["draft tokens", "int8"])
+def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does(name):
+    """In int8 as 0, otherwise as a key of NaN and a value of 0: what does not see them keeps its result."""
+    case, splits = CASES[name]
     qkv, *rest = case.args()
     token = qkv.reshape(*qkv.shape[:2], case.group + 2, case.head_dim)
-    broken = token.at[0, 0, -2, 5].set(jnp.nan).at[1, 0, -1, 7].set(jnp.inf).reshape(qkv.shape)
+    broken = token.at[0, 1, -2, 5].set(jnp.nan).at[1, 1, -1, 7].set(jnp.inf).reshape(qkv.shape)
     with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
-        _, pages = decode_attention(broken, *rest, **case.options)
-    _, expected = cached_attention_reference(broken, *rest, **case.options)
+        heads, pages = decode_attention(broken, *rest, **case.options)
+    expected_heads, expected = cached_attention_reference(broken, *rest, **case.options)
     for actual, page in zip(pages, expected, strict=True):
-        np.testing.assert_array_equal(actual, page)
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (actual, page)))
+    if not case.int8:
+        close(heads[:, :1], np.asarray(expected_heads[:, :1], np.float64), rest[2][:, :1], 0.02)
+        assert np.isnan(np.asarray(heads[:2, 1], np.float32)).all()
 
 
 @pytest.mark.slow

@@ -110,6 +110,20 @@ def test_int8_stores_what_is_not_finite_as_0(value):
         np.testing.assert_array_equal(actual, wanted)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float8_e4m3fn])
+def test_float_pages_contain_what_is_not_finite(dtype, value):
+    """A head with such a key or value has a key of NaN and a value of 0, and the others are as they were."""
+    k, v = tokens(3), tokens(3)
+    index = indices(3, 3, 3), indices(0, 1, 2)
+    expected_k, expected_v = (np.array(x) for x in values(write(empty(dtype=dtype), k, v, *index)))
+    for x, head in ((k, 0), (v, 1)):
+        x[1, head, 3] = value
+        expected_k[3, 1, head], expected_v[3, 1, head] = np.nan, 0
+    for actual, expected in zip(values(write(empty(dtype=dtype), k, v, *index)), (expected_k, expected_v), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_int8_leaves_other_pages_alone():
     k = tokens(PAGES * SIZE)
     everywhere = indices(*np.repeat(range(PAGES), SIZE)), indices(*np.tile(range(SIZE), PAGES))

@@ -112,21 +112,33 @@ struct Positions {
   }
 };
 
+// Writes the key and the value of a head into a float page, by the rule of `write_pages` for what is not finite.
+template <typename C>
+void store_head(const float* key, const float* value, int64_t size, C* k, C* v) {
+  bool finite = true;
+  for (int64_t i = 0; i < size; ++i) {
+    k[i] = from_float<C>(key[i]), v[i] = from_float<C>(value[i]);
+    finite &= std::isfinite(to_float(k[i])) && std::isfinite(to_float(v[i]));
+  }
+  if (finite) return;
+  std::fill(k, k + size, from_float<C>(NAN));
+  std::fill(v, v + size, from_float<C>(0.0f));
+}
+
 // Writes the keys and values of some KV heads into float pages.
 template <typename C>
 void store_heads(const Heads& heads, const Pages<C>& pages, const Positions& rows, int64_t begin, int64_t end) {
-  Buffer<float> x(heads.head_dim);
+  Buffer<float> buffer(2 * heads.head_dim);
+  float *key = buffer.get(), *value = key + heads.head_dim;
   for (int64_t token = 0; token < rows.batch * rows.tokens; ++token) {
     const int64_t page = rows.page(token, pages);
     if (page < 0) continue;
     const int64_t slot = page * pages.page_size + rows.positions[token] % pages.page_size;
     for (int64_t head = begin; head < end; ++head) {
-      C* k = pages.k + slot * pages.stride() + head * heads.head_dim;
-      C* v = pages.v + slot * pages.stride() + head * heads.head_dim;
-      heads.read(token, head, heads.count - 2, heads.options.k_norm, x.get());
-      for (int64_t i = 0; i < heads.head_dim; ++i) k[i] = from_float<C>(x.get()[i]);
-      heads.copy(token, head, heads.count - 1, x.get());
-      for (int64_t i = 0; i < heads.head_dim; ++i) v[i] = from_float<C>(x.get()[i]);
+      const int64_t at = slot * pages.stride() + head * heads.head_dim;
+      heads.read(token, head, heads.count - 2, heads.options.k_norm, key);
+      heads.copy(token, head, heads.count - 1, value);
+      store_head(key, value, heads.head_dim, pages.k + at, pages.v + at);
     }
   }
 }

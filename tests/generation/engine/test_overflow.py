@@ -18,6 +18,7 @@ from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 OVERFLOWS = 200  # a token whose embedding is infinite
 PROMPTS = [np.random.default_rng(n).integers(97, 105, n).tolist() for n in (36, 33)]  # two take all pages
+PREFIX = np.random.default_rng(7).integers(97, 105, 11).tolist()
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -28,9 +29,9 @@ def model(model_dir):
     return dataclasses.replace(loaded, leaves=loaded.leaves | {"embed.table": table})
 
 
-def run(engine, prompts):
+def run(engine, prompts, params=PARAMS):
     """The sequences of all prompts, run together."""
-    sequences = [sequence for prompt in prompts for sequence in engine.prepare(prompt, PARAMS).sequences()]
+    sequences = [sequence for prompt in prompts for sequence in engine.prepare(prompt, params).sequences()]
     engine.add(sequences)
     while not all(sequence.finished for sequence in sequences):
         engine.step()
@@ -38,10 +39,18 @@ def run(engine, prompts):
     return sequences
 
 
-@pytest.mark.parametrize("kv_dtype", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in KV_DTYPES)])
-def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
-    config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype, token_budget=32, chunk_size=8)
-    engine = build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))
+@pytest.fixture(scope="module", params=[None, *(pytest.param(name, marks=pytest.mark.slow) for name in KV_DTYPES)])
+def kv_dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["kernels", "xla"])
+def engine(model, model_dir, kv_dtype, request):
+    config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype, kernels=request.param)
+    return build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))
+
+
+def test_neighbours_and_next_owners_get_their_tokens(engine, kv_dtype):
     expected = [sequence.token_ids for sequence in run(engine, PROMPTS)]
     overflowing = [OVERFLOWS] * 33
     beside, overflown = run(engine, [PROMPTS[0], overflowing])
@@ -49,6 +58,20 @@ def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype)
     assert (overflown.finish_reason, overflown.num_output_tokens) == (FinishReason.ERROR, 0)
     assert "No token can be chosen" in overflown.error
     run(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
-    left = [x for x in jax.tree.leaves(engine.executor.state.arrays.caches) if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert all(np.isfinite(x).all() == (kv_dtype == "int8") for x in left)  # in int8 these are the scales
+    for cache in engine.executor.state.arrays.caches:
+        finite = {name: np.isfinite(x.astype(jnp.float32)).all() for name, x in cache._asdict().items() if x is not None}
+        assert finite.pop("k") == (kv_dtype == "int8")
+        assert all(finite.values())
     assert [sequence.token_ids for sequence in run(engine, PROMPTS)] == expected
+
+
+def test_who_shares_the_beginning_of_a_prompt_gets_its_tokens(engine, kv_dtype):
+    """Of a chunk with a token that overflows: whole pages, and what is copied of one."""
+    for count in (4, 8, 12):
+        prompt = [count, *PREFIX[: count - 1]]
+        (overflown,) = run(engine, [[*prompt, OVERFLOWS, 98]])
+        assert kv_dtype == "int8" or "No token can be chosen" in overflown.error  # int8 stores 0
+        (shared,) = run(engine, [[*prompt, 98, 99]])
+        assert (shared.num_cached_tokens, shared.error) == (count, None)
+        (computed,) = run(engine, [[*prompt, 98, 99]], dataclasses.replace(PARAMS, prompt_logprobs=0))
+        assert (computed.num_cached_tokens, computed.token_ids) == (0, shared.token_ids)

@@ -124,10 +124,10 @@ def convert_tile(
 
 
 def store_pages(
-    plan: Plan, inputs: Inputs, scales: Scales, s: Scratch, max_abs: Ref, block: Block, tile: jax.Array, stage: Index
+    plan: Plan, inputs: Inputs, scales: Scales, s: Scratch, block: Block, tile: jax.Array, stage: Index
 ) -> None:
     """Write back the pages of a tile that contain new tokens, as `convert_tile` made them, and their scales."""
-    k_scales, v_scales = tile_scales(plan, inputs, scales, max_abs, block, tile, has_new=True)
+    k_scales, v_scales = tile_scales(plan, inputs, scales, s.max_abs, block, tile, has_new=True)
     for i, page in enumerate(pages_of(plan, inputs, block, tile)):
         start = tile * TILE_KV + i * plan.copy_keys
 

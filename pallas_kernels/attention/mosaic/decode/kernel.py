@@ -50,10 +50,9 @@ def run_block(plan: Plan, tiles: Tiles, inputs: Inputs, out: Outputs, s: Scratch
     write_heads(plan, tiles, out, s, block, state)
     # The cluster has synchronised in `write_heads`, so no thread block still reads these pages.
     scales = inputs.cache.scales
-    if s.int8 is not None and scales is not None:
-        max_abs = s.int8.max_abs
+    if scales is not None:
         pl.loop(first_new, ring.stop)(
-            lambda tile: store_pages(plan, inputs, scales, s, max_abs, block, tile, ring.stage(tile))
+            lambda tile: store_pages(plan, inputs, scales, s, block, tile, ring.stage(tile))
         )
     else:
         pl.when(block.split == tiles.splits - 1)(lambda: store_tokens(plan, inputs, s, block))
@@ -88,8 +87,8 @@ def _add_tile(
     # Pages and scales are read from global memory before they are needed, to hide the latency.
     next_pages = pages_of(plan, inputs, block, tile + ring.stages)
     scales = None
-    if s.int8 is not None and inputs.cache.scales is not None:
-        scales = tile_scales(plan, inputs, inputs.cache.scales, s.int8.max_abs, block, tile, has_new=has_new)
+    if inputs.cache.scales is not None:
+        scales = tile_scales(plan, inputs, inputs.cache.scales, s.max_abs, block, tile, has_new=has_new)
     plgpu.barrier_wait(s.kv_full.at[stage])
     new_start = block.first - tile * TILE_KV
     if s.int8 is not None and scales is not None:

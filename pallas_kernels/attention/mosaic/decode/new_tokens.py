@@ -42,6 +42,8 @@ def copy_qkv(plan: Plan, inputs: Inputs, s: Scratch, block: Block) -> None:
 def prepare_qkv(plan: Plan, inputs: Inputs, s: Scratch, block: Block) -> None:
     """Normalise and rotate queries and keys; lay out the queries for the tensor cores."""
     pl.loop(0, plan.tokens)(lambda token: _prepare_token(plan, inputs, s, block, token))
+    if s.int8 is None:
+        pl.loop(0, plan.tokens)(lambda token: _contain(plan, s, token))
     for features in plan.feature_tiles:
         tile = pl.ds(0, plan.queries), features
         s.q.at[tile].T[...] = load(s.q_rows.at[tile].T, plan.layouts.rhs)
@@ -59,7 +61,7 @@ def _prepare_token(plan: Plan, inputs: Inputs, s: Scratch, block: Block, token: 
         xs = _normalize(plan, inputs.norms, xs, index)
     if inputs.rotary is not None:
         xs[:2] = _rotate(inputs.rotary, block.row * plan.tokens + token, xs[0], xs[1])
-    stored = []
+    max_abs = []
     for part, before, after, i in zip(slices, loaded, xs, index, strict=True):
         x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)  # the value stays as it is
         if s.int8 is not None:  # as in `write_pages`, what is not finite is stored as 0
@@ -67,11 +69,24 @@ def _prepare_token(plan: Plan, inputs: Inputs, s: Scratch, block: Block, token: 
         qkv.at[part][...] = x
         # This writes some rows past the queries; the next token overwrites them, or nothing reads them.
         s.q_rows[pl.ds(token * plan.group, plan.qkv_rows), part[1]] = x
-        stored.append(x.astype(jnp.float32))
-    if s.int8 is not None:
-        max_abs = [jnp.max(jnp.maximum(x, -x), axis=1) for x in stored]
-        s.int8.max_abs.at[token][...] = functools.reduce(jnp.maximum, max_abs)
+        magnitude = jnp.maximum(x, -x).astype(jnp.float32)
+        max_abs.append(jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=1))
+    s.max_abs.at[token][...] = functools.reduce(jnp.maximum, max_abs)
     plgpu.commit_smem()
+
+
+def _contain(plan: Plan, s: Scratch, token: jax.Array) -> None:
+    """Replace a token's key by NaN and its value by 0 if they are not finite, by the rule of `write_pages`."""
+
+    @pl.when(jnp.maximum(s.max_abs[token, plan.group], s.max_abs[token, plan.group + 1]) == jnp.inf)
+    def _() -> None:
+        qkv = s.qkv_rows.at[token]
+        for start, size in plan.rotary_slices:
+            part = slice(None), pl.ds(start, size)
+            x, i = load(qkv.at[part], _qkv_layout()), iota((plan.qkv_rows, size), 0, _qkv_layout())
+            x = jnp.where(i == plan.group, jnp.full_like(x, jnp.nan), x)
+            qkv.at[part][...] = jnp.where(i == plan.group + 1, jnp.zeros_like(x), x)
+        plgpu.commit_smem()
 
 
 def _normalize(plan: Plan, norms: Norms, xs: list[jax.Array], index: list[jax.Array]) -> list[jax.Array]:

@@ -205,7 +205,6 @@ class Int8Scratch(NamedTuple):
 
     k: Ref  # a tile of keys, converted to D, [TILE_KV, K]
     v: Ref
-    max_abs: Ref  # float32 [T, qkv_rows]: the largest magnitude of each row of `Scratch.qkv_rows`
 
 
 class Scratch(NamedTuple):
@@ -220,6 +219,7 @@ class Scratch(NamedTuple):
     q: Ref  # D [N, K]: all queries, laid out for the tensor cores
     q_rows: Ref  # D [N + qkv_rows, K]: the same queries, a row each; at the end the result
     qkv_rows: Ref  # D [T, qkv_rows, K]: each token's queries, key and value
+    max_abs: Ref  # float32 [T, qkv_rows]: the largest magnitude of each of these; infinite also for NaN
     v: Ref  # C [stages, TILE_KV, K]
     qkv_full: Barrier  # the copies into `qkv_rows` have landed
     kv_full: Barrier  # one per stage: the copies of keys and values have landed
@@ -237,8 +237,7 @@ def scratch(plan: Plan, tiles: Tiles) -> Scratch:
     kv = swizzled((tiles.stages, *tile), np.dtype(np.int8) if plan.int8 else plan.dtype)
     int8 = None
     if plan.int8:
-        max_abs = smem((plan.tokens, plan.qkv_rows), np.float32)
-        int8 = Int8Scratch(swizzled(tile, plan.dtype), swizzled(tile, plan.dtype), max_abs)
+        int8 = Int8Scratch(swizzled(tile, plan.dtype), swizzled(tile, plan.dtype))
     return Scratch(
         k=kv,
         int8=int8,
@@ -246,6 +245,7 @@ def scratch(plan: Plan, tiles: Tiles) -> Scratch:
         q=swizzled((plan.queries, plan.head_dim), plan.dtype),
         q_rows=smem((plan.queries + plan.qkv_rows, plan.head_dim), plan.dtype),
         qkv_rows=smem((plan.tokens, plan.qkv_rows, plan.head_dim), plan.dtype),
+        max_abs=smem((plan.tokens, plan.qkv_rows), np.float32),
         v=kv,
         qkv_full=barrier(plan.tokens),
         kv_full=barrier(2 * TILE_KV // plan.copy_keys, tiles.stages),
