@@ -62,7 +62,7 @@ def write_pages(
 
 
 def _contained(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [..., K] where what is not finite harms those who see it, and nobody else."""
+    """The keys and values [..., K], where what is not finite harms those who see it, and nobody else."""
     finite = jnp.all(jnp.isfinite(k) & jnp.isfinite(v), axis=-1, keepdims=True)
     return jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
 

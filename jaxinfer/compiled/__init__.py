@@ -16,7 +16,7 @@ from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.origin import Origin
 from jaxinfer.compiled.program import Bucket, MemoryUse, Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
-from jaxinfer.compiled.threads import begin_future, close_at_exit, end_future
+from jaxinfer.compiled.threads import close_at_exit
 from jaxinfer.disk_cache import cache_folder
 
 __all__ = [
@@ -38,10 +38,8 @@ __all__ = [
     "ProgramCache",
     "ProgramSpec",
     "Sizes",
-    "begin_future",
     "cache_folder",
     "check_mappings",
     "close_at_exit",
     "compiler_options",
-    "end_future",
 ]

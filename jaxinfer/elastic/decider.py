@@ -115,9 +115,11 @@ class QueryDecider(Decider[QueryTicket]):
         """Whether queries wait that are in no batch yet."""
         return bool(self._inbox) or self._controller.waiting > 0
 
-    def submit(self, ticket: QueryTicket, now: float) -> None:
+    def check(self, ticket: QueryTicket, now: float) -> None:
         if (task := ticket.query.task) not in self._controller.policy.profile.tasks:
             raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
+
+    def submit(self, ticket: QueryTicket, now: float) -> None:
         self._inbox.append(ticket.query)
 
     def poll(self, now: float) -> Sequence[Work]:

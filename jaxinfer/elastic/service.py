@@ -365,8 +365,9 @@ class Service(Closeable):
           utility: the value of a right answer in time, relative to other queries.
 
         Returns a future, which raises ShedError where the answer could not have been in time; cancelling it withdraws
-        the query unless it runs. Raises InvalidImageError, UnknownTaskError, ProfileError, OverloadedError where too
-        many wait, ValueError for a latency or utility that is negative or not finite.
+        the query unless it runs. Its callbacks run in a thread of the service, one after the other: one that blocks
+        delays other callbacks, but no answers. Raises InvalidImageError, UnknownTaskError, ProfileError,
+        OverloadedError where too many wait, ValueError for a latency or utility that is negative or not finite.
         """
         pixels = check_images(image, self.config.image_size)
         if len(pixels) != 1:
@@ -409,6 +410,8 @@ class Service(Closeable):
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Close the service, as `Closeable` says. A task that is being registered or profiled is kept first."""
         timeout = check_timeout(timeout)
+        if self._origin.forked:
+            return
         with self._serving:
             self._closed, decider = True, self._decider
         try:
@@ -419,7 +422,7 @@ class Service(Closeable):
 
     def _free(self) -> None:
         """Free memory, unless a task is being registered, whose end does."""
-        if self._origin.forked or not self._registering.acquire(blocking=False):
+        if not self._registering.acquire(blocking=False):
             return
         try:
             with self._serving:
@@ -434,6 +437,7 @@ class Service(Closeable):
     @contextlib.contextmanager
     def _registration(self) -> Iterator[None]:
         """Hold the lock by which one task at a time is registered or profiled."""
+        self._origin.check()
         try:
             with self._registering:
                 yield

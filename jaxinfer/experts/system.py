@@ -95,6 +95,9 @@ class System(OpenedSystem, Closeable):
           value: an image, uint8 [H, W, 3] (RGB), as from `load_image`; for an encoder a text or token ids.
           deadline: seconds within which the last expert must have begun.
 
+        The future's callbacks run in a thread of the system, one after the other: one that blocks delays other
+        callbacks, but no results.
+
         Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ClosedError, DiedError.
         """
         try:

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -17,15 +16,18 @@ from typing import Any
 from jaxinfer.compiled import Clock, Origin, close_at_exit
 from jaxinfer.futures import Event
 from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, caused, closed_error
+from jaxinfer.serving.future import Desk
 from jaxinfer.serving.statistics import Statistics
-from jaxinfer.serving.ticket import Ticket, tell_readers
+from jaxinfer.serving.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
 HANGING_SECONDS = 300.0
 """Seconds after which work counts as hanging when its loop is to end; a streamed model may need minutes for a step."""
-CALLBACK_SECONDS = 1.0
-"""Seconds to wait for callbacks when work hangs."""
+CALLBACK_SECONDS = 10.0
+"""Seconds after which a callback counts as hanging."""
+LAST_CALLBACK_SECONDS = 1.0
+"""Seconds for callbacks that `close` leaves beyond its timeout, for those of requests that it has ended."""
 RECENT = 0.1
 """Weight of the last interval in the mean time between ends."""
 
@@ -67,15 +69,16 @@ class Done:
 class Decider[AnyTicket: Ticket[Any]](abc.ABC):
     """The choice of the next work: a paper's policy, or an engine, without threads.
 
-    All but `interrupt` is called under the loop's lock, so never twice at once. It ends tickets by `Loop.end`.
+    All but `interrupt` is called under the loop's lock, so never twice at once. It ends tickets by `Loop.end`. What is
+    called in the loop's threads alone may change things in several steps: no signal interrupts these.
     """
+
+    def check(self, ticket: AnyTicket, now: float) -> None:  # noqa: B027 (many take every request)
+        """Raise the error with which a request is refused at once. In its caller's thread; changes nothing."""
 
     @abc.abstractmethod
     def submit(self, ticket: AnyTicket, now: float) -> None:
-        """Take a request, in its caller's thread.
-
-        An error raised here goes to the caller, and the request never was.
-        """
+        """Take a request that was checked, in the loop's thread. It ends with an error that is raised here."""
 
     @abc.abstractmethod
     def poll(self, now: float) -> Sequence[Work]:
@@ -95,7 +98,7 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
     @abc.abstractmethod
     def cancel(self, ticket: AnyTicket) -> bool:
-        """Withdraw a request, in its caller's thread; return whether that ends it, rather than itself later."""
+        """Withdraw a request, in the loop's thread; return whether that ends it, rather than itself later."""
 
     @abc.abstractmethod
     def drain(self, error: Exception) -> Sequence[Work]:
@@ -118,9 +121,10 @@ class Loop[AnyTicket: Ticket[Any]]:
     """Server of tickets from any thread and event loop.
 
     One thread polls the decider after every event; each lane has one that does work, one piece after the other; one
-    ends the futures, so that their callbacks delay nothing else.
+    runs the callbacks of futures, which delay nothing else.
 
-    At most `max_tickets` are accepted at a time. A caller that may wait stands in line, first come, first served.
+    Callers put requests into a line, from which the loop's thread accepts them: at most `max_tickets` at a time, first
+    come, first served. Ctrl-C may interrupt a caller anywhere, so a caller changes nothing but by one step.
 
     Args:
       decider: chooses the work.
@@ -149,25 +153,23 @@ class Loop[AnyTicket: Ticket[Any]]:
         self.statistics, self.clock = Statistics() if statistics is None else statistics, clock
         self._decider, self._what, self._max_tickets = decider, what, max_tickets
         self.lock = threading.RLock()
-        self._idle = threading.Condition(self.lock)
         self._tickets: dict[Hashable, AnyTicket] = {}
         self._line: OrderedDict[Hashable, AnyTicket] = (
             OrderedDict()
         )  # a plain dict is slow to find its first key after many deletions
-        self._turns: dict[Hashable, Event] = {}  # by key, of threads that stand in line
+        self._withdrawn: SimpleQueue[AnyTicket] = SimpleQueue()
         self._closed = self._drain = False
         self._cause: BaseException | None = None  # the cause of its death, or of giving up
-        self._ending: Future[Any] | None = None  # which gets its outcome now
-        self._num_running = self._num_done = 0
+        self._num_running = self._num_done = self._num_called_back = 0
         self._last_end, self._between_ends = clock(), None
         self._origin = Origin(what)
         self._news: SimpleQueue[None] = SimpleQueue()  # not a condition: finalizers may put, wherever they run
-        self._ended: SimpleQueue[AnyTicket | None] = SimpleQueue()
+        self._desk = Desk(ended=SimpleQueue(), given_up=SimpleQueue(), news=self._news)
         self._lanes: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in lanes]
         self._thread = self._make_thread(self._run, name)
         self._callbacks = self._make_thread(self._run_callbacks, f"{name}-callbacks")
-        self._threads = [self._thread, self._callbacks]
-        self._threads += [self._make_thread(self._run_lane, *lane) for lane in zip(lanes, self._lanes, strict=True)]
+        workers = [self._make_thread(self._run_lane, *lane) for lane in zip(lanes, self._lanes, strict=True)]
+        self._threads = [self._thread, *workers, self._callbacks]
         close_at_exit(self, lambda loop: loop.close(drain=False))
 
     def start(self) -> None:
@@ -181,6 +183,11 @@ class Loop[AnyTicket: Ticket[Any]]:
     def num_tickets(self) -> int:
         """The number of requests that have not ended, including those in line."""
         return 0 if self._origin.forked else len(self._tickets) + len(self._line)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that the decider does not have yet."""
+        return len(self._line)
 
     @property
     def tickets(self) -> Mapping[Hashable, AnyTicket]:
@@ -198,6 +205,10 @@ class Loop[AnyTicket: Ticket[Any]]:
             return closed_error(self._what)
         why = f"{type(self._cause).__name__}: {self._cause}"
         return caused(DiedError(f"{self._what} has died of {why}. Make another one."), self._cause)
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked process, where another thread's locks stay taken for ever."""
+        self._origin.check(ClosedError)
 
     def stop_when_dropped(self, owner: object) -> None:
         """Stop when the owner is collected.
@@ -220,13 +231,15 @@ class Loop[AnyTicket: Ticket[Any]]:
         not, or is one of the loop's own threads (a future's callback), which would wait for itself; ValueError for a
         request that is served already; any error of the decider.
         """
-        self._origin.check(ClosedError)
+        self.check_process()
         with self.lock:
-            turn = self._take(ticket, block=block)
-        if ticket.future is not None:
-            ticket.future.add_done_callback(functools.partial(_cancel_if_done, weakref.ref(self), ticket.key))
-        if turn is not None:
-            self._wait_in_line(ticket, turn)
+            self._check(ticket, block=block)
+            if ticket.future is not None:
+                ticket.future.desk = self._desk
+            self._line[ticket.key] = ticket
+        self._news.put(None)
+        if ticket.turn is not None:
+            self._wait_in_line(ticket, ticket.turn)
 
     def serve(self, ticket: AnyTicket, *, block: bool = False) -> Future[Any]:
         """Submit a request of a caller in a thread; return its future. Raises as `submit`."""
@@ -235,19 +248,10 @@ class Loop[AnyTicket: Ticket[Any]]:
         return ticket.future
 
     def cancel(self, ticket: AnyTicket) -> None:
-        """Withdraw a request; does nothing if it has ended."""
-        if self._origin.forked:
-            return
-        with self.lock:
-            if self._line.get(ticket.key) is ticket:  # exceeds `max_tickets`, but only to end at once
-                self._leave_line(ticket.key)
-            if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
-                self.end(ticket, CancelledError())
-        self._news.put(None)
-
-    def ends(self, future: Future[Any]) -> bool:
-        """Return whether the loop gives this future its outcome now."""
-        return self._ending is future
+        """Have a request withdrawn soon; does nothing if it has ended."""
+        if not self._origin.forked and ticket.outcome is None:
+            self._withdrawn.put(ticket)
+            self._news.put(None)
 
     def find(self, key: Hashable) -> AnyTicket | None:
         """Find the request of this key that has not ended."""
@@ -269,12 +273,9 @@ class Loop[AnyTicket: Ticket[Any]]:
             del self._tickets[ticket.key]
             outcome = CancelledError() if ticket.cancelled else outcome
             self._count(ticket, outcome, self.clock() if at is None else at)
-            self._finish(ticket, outcome)
-            while self._line and (self._max_tickets is None or len(self._tickets) < self._max_tickets):
-                self._leave_line(next(iter(self._line)))
-            if not self._tickets:
-                self._idle.notify_all()
-                self._news.put(None)  # the loop itself may have ended the last one, and wait for it
+            ticket.end(outcome)
+            if self._line or not self._tickets:  # the loop may wait for room, or for the last one
+                self._news.put(None)
 
     def end_waiting(self, error: Exception) -> None:
         """End all requests that have not begun."""
@@ -308,23 +309,22 @@ class Loop[AnyTicket: Ticket[Any]]:
         self.stop(drain=drain)
         if threading.current_thread() in self._threads or not self._thread.ident:
             return
-        if drain and timeout is not None:
-            with self.lock:
-                self._idle.wait_for(lambda: not self._tickets, timeout)
+        hangs = not self._join(self._threads[:-1], until, lambda: self._num_done, HANGING_SECONDS)
+        if hangs:
             self.stop()
-        if self._join(until):
-            return
-        if timeout is None:
-            self._cause = TimeoutError(f"its work has not ended for {HANGING_SECONDS:g} s")
-        self._end_all()
-        self._callbacks.join(CALLBACK_SECONDS)
-        if self._cause is not None:
+            if timeout is None:
+                self._cause = TimeoutError(f"its work has not ended for {HANGING_SECONDS:g} s")
+            self._end_all()
+        until = None if until is None else max(until, time.monotonic() + LAST_CALLBACK_SECONDS)
+        if not self._join([self._callbacks], until, lambda: self._num_called_back, CALLBACK_SECONDS):
+            log.warning("%s is closed, though a callback of a future has not ended.", self._what)
+        if hangs and self._cause is not None:
             raise self.end_error()
 
     # Under the lock
 
-    def _take(self, ticket: AnyTicket, *, block: bool) -> Event | None:
-        """Accept a request or let it stand in line; return the event of its turn if it waits without a reader."""
+    def _check(self, ticket: AnyTicket, *, block: bool) -> None:
+        """Raise the error with which a request is refused; give it an event if its caller must stand in line."""
         if self._closed:
             raise self.end_error()
         if ticket.key in self._tickets or ticket.key in self._line:
@@ -332,49 +332,51 @@ class Loop[AnyTicket: Ticket[Any]]:
                 f"Request {ticket.key!r} is in flight already: give another id, or prepare the prompt once for each "
                 "time it is to run."
             )
-        if self._max_tickets is None or len(self._tickets) < self._max_tickets:
-            self._accept(ticket)
-            return None
+        self._decider.check(ticket, self.clock())
+        if self._max_tickets is None or self.num_tickets < self._max_tickets:
+            return
         if not block or threading.current_thread() in self._threads:
             raise OverloadedError(
-                f"{len(self._tickets)} requests are in flight already, and the limit ({self._max_tickets}) allows no "
+                f"{self.num_tickets} requests are in flight already, and the limit ({self._max_tickets}) allows no "
                 "more; try later.",
                 self._between_ends,
             )
-        self._line[ticket.key] = ticket
-        if ticket.reader is not None:
-            return None
-        turn = self._turns[ticket.key] = Event()
-        return turn
+        if ticket.reader is None:
+            ticket.turn = Event()
+
+    def _accept_line(self) -> None:
+        """Accept requests while there is room, and withdraw those that are not wanted any more."""
+        while self._line and (self._max_tickets is None or len(self._tickets) < self._max_tickets):
+            self._accept(self._line.popitem(last=False)[1])
+        with contextlib.suppress(Empty):
+            while True:
+                future = self._desk.given_up.get_nowait()
+                ticket = self.find(future.key)
+                if ticket is not None and ticket.future is future:
+                    self._withdraw(ticket)
+        with contextlib.suppress(Empty):
+            while True:
+                self._withdraw(self._withdrawn.get_nowait())
+
+    def _withdraw(self, ticket: AnyTicket) -> None:
+        if self._line.get(ticket.key) is ticket:  # exceeds `max_tickets`, but only to end at once
+            self._accept(self._line.pop(ticket.key))
+        if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
+            self.end(ticket, CancelledError())
 
     def _accept(self, ticket: AnyTicket) -> None:
         now = self.clock()
         if not self._tickets:
             self._last_end = now
         self._tickets[ticket.key] = ticket
+        if ticket.turn is not None:
+            ticket.turn.set()
         try:
             self._decider.submit(ticket, now)
-        except BaseException:
-            self._tickets.pop(ticket.key, None)
-            raise
-        self._news.put(None)
-
-    def _leave_line(self, key: Hashable) -> None:
-        ticket = self._line.pop(key)
-        try:
-            self._accept(ticket)
         except Exception as error:
-            self._finish(ticket, error)
-        if (turn := self._turns.pop(key, None)) is not None:
-            turn.set()
-
-    def _finish(self, ticket: AnyTicket, outcome: Any) -> None:
-        """Give the caller its request's outcome."""
-        ticket.outcome, ticket.owner = outcome, None
-        if ticket.future is not None:
-            self._ended.put(ticket)
-        else:
-            tell_readers([ticket])
+            del self._tickets[ticket.key]
+            self._count(ticket, error, now)
+            ticket.end(error)
 
     def _count(self, ticket: AnyTicket, outcome: Any, now: float) -> None:
         self.statistics.count(outcome, late=ticket.deadline is not None and now >= ticket.deadline)
@@ -391,13 +393,18 @@ class Loop[AnyTicket: Ticket[Any]]:
             self.cancel(ticket)
             raise
 
-    def _join(self, until: float | None) -> bool:
-        """Wait for the threads; return whether they have ended."""
-        for thread in self._threads:
+    def _join(
+        self, threads: Sequence[threading.Thread], until: float | None, progress: Callable[[], int], patience: float
+    ) -> bool:
+        """Wait for threads; return whether they have ended.
+
+        until: when to give up; None: once there has been no progress for so many seconds.
+        """
+        for thread in threads:
             before = -1
-            while thread.is_alive() and (until is not None or before != self._num_done):
-                before = self._num_done
-                thread.join(HANGING_SECONDS if until is None else max(until - time.monotonic(), 0.0))
+            while thread.is_alive() and (until is not None or before != progress()):
+                before = progress()
+                thread.join(patience if until is None else max(until - time.monotonic(), 0.0))
                 if until is not None:
                     break
             if thread.is_alive():
@@ -431,7 +438,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         """Wait for an event and begin what may begin; return False at the end."""
         self._sleep()
         with self.lock:
-            if self._closed and not (self._drain and self._tickets):
+            self._accept_line()
+            if self._closed and not (self._drain and self.num_tickets):
                 return False
             works = self._decider.poll(self.clock())
             self._num_running += len(works)
@@ -482,27 +490,24 @@ class Loop[AnyTicket: Ticket[Any]]:
             self._decider.done(Done(work, result, error, began, ended))
 
     def _run_callbacks(self) -> None:
-        while (ticket := self._ended.get()) is not None:
-            self._ending = ticket.future
-            ticket.end_future()
-            self._ending = None
-            del ticket  # it must not live while this waits for the next
+        while (future := self._desk.ended.get()) is not None:
+            future.run_callbacks()
+            self._num_called_back += 1
+            del future  # it must not live while this waits for the next
 
     def _end_all(self) -> None:
         """End every request and the other threads."""
         with self.lock:
             self._closed, error = True, self.end_error()
             ending = [*self._tickets.values(), *self._line.values()]
-            turns = list(self._turns.values())
-            self._tickets, self._line, self._turns = {}, OrderedDict(), {}
+            self._tickets, self._line = {}, OrderedDict()
             for ticket in ending:
                 self.statistics.count(error, late=False)
-                self._finish(ticket, error)
-            self._idle.notify_all()
+                ticket.end(error)
+                if ticket.turn is not None:
+                    ticket.turn.set()
             self._decider = _NOTHING  # it may be large, and may refer to the loop's owner
-        for turn in turns:
-            turn.set()
-        for queue in (*self._lanes, self._ended):
+        for queue in (*self._lanes, self._desk.ended):
             queue.put(None)
 
     @staticmethod
@@ -528,14 +533,3 @@ class _Nothing(Decider[Any]):
 
 
 _NOTHING = _Nothing()
-
-
-def _cancel_if_done(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
-    """Cancel a ticket whose future was cancelled, or given an outcome by its caller.
-
-    As the future's callback it holds neither the loop, and so the model, nor the ticket's input.
-    """
-    if (running := loop()) is not None and not running.ends(future):
-        ticket = running.find(key)
-        if ticket is not None and ticket.future is future:
-            running.cancel(ticket)

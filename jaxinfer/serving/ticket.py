@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future
 from typing import Any
 
-from jaxinfer.compiled import begin_future, end_future
+from jaxinfer.futures import Event
+from jaxinfer.serving.future import TicketFuture
 
 
 class Reader[Snapshot]:
@@ -64,6 +64,7 @@ class Ticket[Outcome]:
     Attributes:
       future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None with a reader.
       outcome: an answer or an error; None until it has ended.
+      turn: set once it is accepted or has ended; None unless its caller stands in line.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Ticket[Outcome]:
         reader: Reader[Any] | None = None,
     ):
         self.key, self.deadline, self.owner, self.reader = key, deadline, owner, reader
-        self.future: Future[Outcome] | None = Future() if reader is None else None
+        self.future: TicketFuture[Outcome] | None = TicketFuture(key) if reader is None else None
         self.outcome: Outcome | Exception | None = None
+        self.turn: Event | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -90,13 +92,15 @@ class Ticket[Outcome]:
 
     def begin(self) -> bool:
         """Protect its future from cancellation; return False if its caller has cancelled it, or given it an outcome."""
-        return self.future is None or begin_future(self.future)
+        return self.future is None or self.future.begin()
 
-    def end_future(self) -> None:
-        """Give the future its outcome, and run its callbacks."""
-        assert self.future is not None
-        assert self.outcome is not None
-        end_future(self.future, self.outcome, f"request {self.key}")
+    def end(self, outcome: Outcome | Exception) -> None:
+        """Give its caller the outcome."""
+        self.outcome, self.owner = outcome, None
+        if self.future is not None:
+            self.future.end(outcome)
+        else:
+            tell_readers([self])
 
     async def wait(self) -> Outcome:
         """Wait for the outcome, in the task that reads. Raises the error that it ended with."""

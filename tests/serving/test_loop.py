@@ -1,7 +1,12 @@
 """Loops: every request ends once, whatever its decider, its callers and its work do, and no thread is left."""
 
 import asyncio
+import contextlib
+import dis
 import gc
+import itertools
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -38,9 +43,11 @@ class InTurn(Decider):
 
     next_time = None
 
-    def submit(self, ticket, now):
+    def check(self, ticket, now):
         if ticket.run is None:
             raise ValueError("nothing to run")
+
+    def submit(self, ticket, now):
         self.waiting.append(ticket)
 
     def poll(self, now):
@@ -202,6 +209,122 @@ def test_a_callback_cannot_wait_for_itself(start):
     held.go.set()
     assert isinstance(refused.result(PATIENCE), OverloadedError)
     second.go.set()
+
+
+def test_a_callback_that_waits_holds_up_no_answer(start):
+    """For another request of the same loop, or for ever."""
+    loop, release, found = start(2), threading.Event(), Future()
+
+    def follow(future):
+        found.set_result(ask(loop, Item("second", len)).result(PATIENCE))
+
+    ask(loop, Item("first", str)).add_done_callback(follow)
+    assert found.result(PATIENCE) == 6
+    blocked = ask(loop, Item("blocked", str))
+    blocked.add_done_callback(lambda _: release.wait(PATIENCE))
+    assert [ask(loop, Item(number)).result(PATIENCE) for number in range(3)] == [0, 1, 2]
+
+    async def main():
+        return await asyncio.wrap_future(ask(loop, Item("awaited", str)))
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == "awaited"
+    cancelled = ask(loop, Item("cancelled", Held()))
+    assert cancelled.cancel()
+    release.set()
+
+
+def test_a_callback_that_hangs_does_not_hang_the_end(start, monkeypatch, caplog):
+    monkeypatch.setattr(loop_module, "CALLBACK_SECONDS", 0.05)
+    loop, release = start(), threading.Event()
+    future = ask(loop, Item(0))
+    future.add_done_callback(lambda _: release.wait(PATIENCE))
+    loop.close()
+    assert future.result(0) == 0
+    assert "This queue is closed, though a callback of a future has not ended." in caplog.text
+    release.set()
+
+
+INTERRUPTIBLE = ("CALL", "RESUME", "JUMP_BACKWARD", "SEND", "FOR_ITER")
+"""Instructions after which Python looks for signals, and some that may end there."""
+
+
+class InterruptedAt:
+    """Raises KeyboardInterrupt in this thread where the `count`th look for signals may find one."""
+
+    def __init__(self, count):
+        self.left, self._before = count, {}
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, _):
+        if frame.f_code.co_filename == __file__:
+            return self._trace
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            before = self._before.get(id(frame))
+            self._before[id(frame)] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before is not None and before.startswith(INTERRUPTIBLE):
+                self.left -= 1
+                if self.left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+        elif event == "return":
+            self._before.pop(id(frame), None)
+        return self._trace
+
+
+@pytest.mark.parametrize("action", ["submit", "cancel", "result", "callback"])
+def test_an_interrupted_caller_harms_no_other(start, action):
+    """Wherever it is interrupted, all others get their answers, and the loop its room back."""
+    loop, number, interrupted = start(max_tickets=4), 0, True
+    actions = {
+        "submit": lambda future: ask(loop, Item((number, "new"))),
+        "cancel": lambda future: future.cancel(),
+        "result": lambda future: future.result(PATIENCE),
+        "callback": lambda future: future.add_done_callback(str),
+    }
+    with InterruptedAt(sys.maxsize):  # what runs under it for the first time is not traced in full
+        actions[action](ask(loop, Item("first")))
+    while interrupted:
+        number += 1
+        mine, other = ask(loop, Item((number, "mine"))), ask(loop, Item((number, "other")))
+        interrupted = False
+        try:
+            with InterruptedAt(number):
+                actions[action](mine)
+        except KeyboardInterrupt:
+            interrupted = True
+        assert other.result(PATIENCE) == (number, "other")
+        give_up = time.monotonic() + PATIENCE
+        while loop.num_tickets:
+            assert time.monotonic() < give_up, number
+            loop.wake()
+            time.sleep(1e-4)
+        assert mine.done()
+        assert ask(loop, Item((number, "next"))).result(PATIENCE) == (number, "next")
+    assert number > 3
+
+
+def test_signals_harm_nobody(start):
+    """Real ones, which come anywhere while requests are submitted, cancelled and waited for."""
+    loop, begin = start(2), time.monotonic()
+    for number in range(30):
+        futures = []
+        timer = threading.Timer(1e-4 * (number % 20), signal.raise_signal, [signal.SIGINT])
+        with contextlib.suppress(KeyboardInterrupt):
+            timer.start()
+            for item in itertools.count():
+                futures.append(ask(loop, Item((number, item))))
+                futures[item // 2].cancel()
+                futures[item // 3].add_done_callback(str)
+        for future in futures:
+            assert future.cancelled() or future.result(PATIENCE)[0] == number
+    assert ask(loop, Item("last")).result(PATIENCE) == "last"
+    assert time.monotonic() - begin < PATIENCE
 
 
 def test_a_reader_is_told(start):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import signal
 import threading
 import time
 import weakref
@@ -178,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         self.loop.close(drain=self.drained is None, timeout=5)
         assert not wait(self.futures, 0).not_done
         give_up = time.monotonic() + PATIENCE
-        while threads() != self.threads:  # those that read files are not waited for: a disk may hang
+        while threads() - self.threads:  # those that read files are not waited for: a disk may hang
             assert time.monotonic() < give_up
             time.sleep(1e-3)
         assert all(self.ends[id(future)] == 1 for future in self.futures)
@@ -205,7 +206,28 @@ def faults():
     logging.disable(logging.NOTSET)
 
 
+def under_signals(service):
+    """Ask and cancel while Ctrl-C comes, anywhere; then there is an answer, and room."""
+    for number in range(100):
+        timer, futures = threading.Timer(1e-3 * (number % 10), signal.raise_signal, [signal.SIGINT]), []
+        with contextlib.suppress(KeyboardInterrupt):
+            timer.start()
+            while True:
+                with contextlib.suppress(OverloadedError):
+                    futures.append(service.ask(number % 8, urgent=False))
+                    futures[len(futures) // 2].cancel()
+        wait(futures, PATIENCE)
+    give_up = time.monotonic() + PATIENCE
+    while service.loop.num_tickets:
+        assert time.monotonic() < give_up
+        service.loop.wake()
+        time.sleep(1e-3)
+    assert service.ask(1, urgent=False).result(PATIENCE) is not None
+    service.loop.close()
+
+
 def run(start, faults):
+    under_signals(start())
     run_state_machine_as_test(
         lambda: Machine(start, faults),
         settings=settings(

@@ -58,7 +58,7 @@ class Replayer(Scheduler):
         self._waiting: dict[tuple[int, int], Request] = {}
         self._busy = [False] * len(recording)
 
-    def submit(self, request: Request, now: float) -> int:
+    def admit(self, request: Request, now: float) -> int:
         """Note that a request has arrived."""
         self._waiting[request.id, request.stage] = request
         return 0

@@ -78,6 +78,7 @@ class InputDecider(Decider[InputTicket]):
 
     def retry(self, expert: str) -> None:
         """Allow an expert that failed to load to be loaded again; see `Scheduler.retry`."""
+        self.loop.check_process()
         with self.loop.lock:
             self.scheduler.retry(expert)
         self.loop.wake()
@@ -89,9 +90,12 @@ class InputDecider(Decider[InputTicket]):
         deadline = self.scheduler.next_deadline
         return None if deadline is None else deadline + SOON
 
+    def check(self, ticket: InputTicket, now: float) -> None:
+        self.scheduler.check(ticket.request, now, ahead=self.loop.num_waiting)
+
     def submit(self, ticket: InputTicket, now: float) -> None:
         with self.statistics.timing("scheduling_seconds"):
-            self.scheduler.submit(ticket.request, now)
+            self.scheduler.admit(ticket.request, now)
 
     def poll(self, now: float) -> Sequence[Work]:
         with self.statistics.timing("managing_seconds"):

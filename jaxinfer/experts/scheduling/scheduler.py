@@ -85,20 +85,34 @@ class Scheduler:
     # -- events --
 
     def submit(self, request: Request, now: float) -> int:
-        """Assign a request; return the executor's index.
+        """Assign a request, unless too many wait; return the executor's index. Raises as `check`."""
+        self._check_room(request, now, ahead=0)
+        return self.admit(request, now)
+
+    def check(self, request: Request, now: float, *, ahead: int) -> None:
+        """Refuse a request that cannot be served now, and change nothing.
+
+        ahead: the number of requests that will be admitted before it.
 
         Raises RoutingError, OverloadedError (for an input's first stage), LoadError while its expert is in quarantine.
         """
-        expert = self.graph.require(request.expert)
-        if self._max_queued is not None and request.stage == 0 and self.queued >= self._max_queued:
-            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0)
-            raise OverloadedError(
-                f"{self.queued} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
-            )
-        index = self._assign(request, expert, now)
+        self._check_room(request, now, ahead=ahead)
+        self._additions(self.graph.require(request.expert), now)
+
+    def admit(self, request: Request, now: float) -> int:
+        """Assign a request that was checked; return the executor's index. Raises RoutingError, LoadError as `check`."""
+        index = self._assign(request, self.graph.require(request.expert), now)
         if request.deadline is not None:
             self._note_deadline(request, request.deadline)
         return index
+
+    def _check_room(self, request: Request, now: float, *, ahead: int) -> None:
+        waiting = self.queued + ahead
+        if self._max_queued is not None and request.stage == 0 and waiting >= self._max_queued:
+            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0)
+            raise OverloadedError(
+                f"{waiting} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
+            )
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
         """Note that a load has ended; return the requests that its error ends.
@@ -182,11 +196,8 @@ class Scheduler:
     # -- assignment (paper section 4.2) --
 
     def _assign(self, request: Request, expert: ExpertInfo, now: float) -> int:
-        self.manager.lift_limits(now)
-        additions = [self._addition(x, expert, now) for x in self.executors]
+        additions = self._additions(expert, now)
         totals = [x.total(now) if x.alive else 0.0 for x in self.executors]
-        if all(addition is None for addition in additions):
-            raise self._why_none(expert, now)
         if self.policy.assign == "makespan":
             index = assign(totals, additions)
         else:
@@ -198,6 +209,14 @@ class Scheduler:
         joined = chosen.queue.add(request)
         self._settled &= joined and chosen.batch is not None
         return index
+
+    def _additions(self, expert: ExpertInfo, now: float) -> list[float | None]:
+        """Each executor's `_addition`. Raises the error that says why no executor can run the expert."""
+        self.manager.lift_limits(now)
+        additions = [self._addition(x, expert, now) for x in self.executors]
+        if all(addition is None for addition in additions):
+            raise self._why_none(expert, now)
+        return additions
 
     def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
         """The additional inference latency of a request for this expert; None if the executor cannot run it."""

@@ -224,6 +224,9 @@ class AsyncLLM(EngineHolder):
     ) -> Future[Any]:
         """Generate, or embed with PoolingParams, from any thread. Cancel the future to cancel.
 
+        The future's callbacks run in a thread of the engine, one after the other: one that blocks delays other
+        callbacks, but no results.
+
         While `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
         `generate` instead.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,7 +58,9 @@ def test_neighbours_and_next_owners_get_their_tokens(engine, kv_dtype):
     assert "No token can be chosen" in overflown.error
     run(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
     for cache in engine.executor.state.arrays.caches:
-        finite = {name: np.isfinite(x.astype(jnp.float32)).all() for name, x in cache._asdict().items() if x is not None}
+        finite = {
+            name: np.isfinite(x.astype(jnp.float32)).all() for name, x in cache._asdict().items() if x is not None
+        }
         assert finite.pop("k") == (kv_dtype == "int8")
         assert all(finite.values())
     assert [sequence.token_ids for sequence in run(engine, PROMPTS)] == expected

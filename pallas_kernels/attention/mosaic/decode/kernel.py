@@ -51,9 +51,7 @@ def run_block(plan: Plan, tiles: Tiles, inputs: Inputs, out: Outputs, s: Scratch
     # The cluster has synchronised in `write_heads`, so no thread block still reads these pages.
     scales = inputs.cache.scales
     if scales is not None:
-        pl.loop(first_new, ring.stop)(
-            lambda tile: store_pages(plan, inputs, scales, s, block, tile, ring.stage(tile))
-        )
+        pl.loop(first_new, ring.stop)(lambda tile: store_pages(plan, inputs, scales, s, block, tile, ring.stage(tile)))
     else:
         pl.when(block.split == tiles.splits - 1)(lambda: store_tokens(plan, inputs, s, block))
     plgpu.wait_smem_to_gmem(0)
