@@ -98,6 +98,8 @@ class System(OpenedSystem, Closeable):
         The future's callbacks run in a thread of the system, one after the other: one that blocks delays other
         callbacks, but no results.
 
+        An error of the future that comes after some stages has their Result as its `output`.
+
         Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ClosedError, DiedError.
         """
         try:

@@ -1,10 +1,17 @@
 """Ways that requests end other than by an answer. Bad input is not one: it raises ValueError before it waits."""
 
+import copy
 from typing import Any
 
 
 class ServingError(RuntimeError):
-    """Any of the errors below."""
+    """Any of the errors below.
+
+    Attributes:
+      output: the partial output of a request that is answered in steps; None without any.
+    """
+
+    output: Any = None
 
 
 class OverloadedError(ServingError):
@@ -42,16 +49,19 @@ def caused[Error: Exception](error: Error, cause: BaseException) -> Error:
     return error
 
 
+def with_output[Error: ServingError](error: Error, output: Any) -> Error:
+    """Return an error that may be that of several requests as that of one with this partial output."""
+    copied = copy.copy(error)
+    copied.__cause__, copied.output = error.__cause__, output
+    return copied
+
+
 class DiedError(ServingError):
     """The service has died of `__cause__`, and all its requests have ended."""
 
 
 class FailedError(ServingError):
-    """A request has failed; others go on.
-
-    Attributes:
-      output: the partial output of a request that is answered in steps; None without any.
-    """
+    """A request has failed; others go on."""
 
     def __init__(self, message: str, output: Any = None):
         super().__init__(message)

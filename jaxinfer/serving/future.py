@@ -5,12 +5,18 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxinfer.futures import Event
 
 log = logging.getLogger(__name__)
+
+HELD_SECONDS = 0.1
+"""Seconds after which a lock that is held for a few instructions counts as lost."""
+LOST_SECONDS = 1e-3
+"""Seconds after which it does once a lock has been lost."""
 
 
 class Desk(NamedTuple):
@@ -37,8 +43,13 @@ class _Lock(_RLock):
     does, would leave its lock taken for ever, and a loop that ends the future would wait for ever.
     """
 
-    def __init__(self) -> None:
-        self.ended = Event()
+    def __init__(self, ended: Event):
+        self.ended = ended
+
+    def release(self) -> None:
+        """Release it, if this thread still has it."""
+        if self._is_owned():
+            super().release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return whether the future has ended: who wants its result has waited before, without this lock."""
@@ -63,14 +74,31 @@ class TicketFuture[Outcome](Future[Outcome]):
       desk: of the loop that serves the request; None before.
     """
 
+    _patience: ClassVar[float] = HELD_SECONDS
+
     def __init__(self, key: object):
         super().__init__()
-        self._condition: Any = _Lock()
+        self._condition: Any = _Lock(Event())
+        self._state: str
         self._done_callbacks: list[Callable[[Future[Outcome]], object]]
         self._at_once: list[Callable[[Future[Outcome]], object]] = []
         self._ended_by_loop = False
         self.key = key
         self.desk: Desk | None = None
+
+    # Looks take no lock, which a caller may hold
+
+    def cancelled(self) -> bool:
+        """Return whether it was cancelled."""
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
+    def running(self) -> bool:
+        """Return whether it can be cancelled no more, and has not ended."""
+        return self._state == RUNNING
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)
 
     def add_done_callback(self, fn: Callable[[Future[Outcome]], object]) -> None:
         """Have a function called with this future when it ends; at once if it has ended."""
@@ -98,6 +126,7 @@ class TicketFuture[Outcome](Future[Outcome]):
 
     def begin(self) -> bool:
         """Protect it from cancellation; return False if its caller has cancelled it, or given it an outcome."""
+        self._find_lock()
         if self.done() and not self.cancelled():
             return False
         try:
@@ -108,6 +137,7 @@ class TicketFuture[Outcome](Future[Outcome]):
     def end(self, outcome: Outcome | Exception) -> None:
         """Give it its outcome, for the loop, unless its caller has ended it."""
         self._ended_by_loop = True
+        self._find_lock()
         try:
             if not self.running() and not self.begin():
                 self._invoke_callbacks()  # its caller may have been interrupted just before
@@ -117,6 +147,14 @@ class TicketFuture[Outcome](Future[Outcome]):
                 self.set_result(outcome)  # type: ignore[arg-type]
         except InvalidStateError:  # its caller was faster
             pass
+
+    def _find_lock(self) -> None:
+        """Replace its lock, if a caller has lost it: `concurrent.futures.wait` takes those of many, one by one."""
+        if self._condition.acquire(timeout=TicketFuture._patience):
+            self._condition.release()
+        else:
+            TicketFuture._patience = LOST_SECONDS  # such a caller may have lost many
+            self._condition = _Lock(self._condition.ended)
 
     def run_callbacks(self) -> None:
         """Run the callbacks that have not run yet; what they raise is logged only."""

@@ -89,6 +89,14 @@ def test_a_clock_that_steps_back_keeps_the_order():
     assert [batch.arrival for batch in queue] == [0.5, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("name", ["elastic", "paper"])
+def test_a_query_of_no_utility_runs_where_there_is_time(name):
+    queue = BatchQueue(BatchingConfig())
+    queue.add(query(0, 0.0, utility=0.0))
+    decision = POLICIES[name]().choose(list(queue), 0.0, 1.0)
+    assert [each.id for each in decision.batch.queries] == [0]
+
+
 def test_only_hopeless_queries_are_shed():
     queue = BatchQueue(BatchingConfig())
     for number, latency in enumerate((0.3, 0.5, 0.4)):

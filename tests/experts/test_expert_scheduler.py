@@ -377,6 +377,28 @@ def test_a_deadline_goes_first_where_that_helps(by_deadline, deadline, order):
     assert ran == order
 
 
+@pytest.mark.parametrize("deadlines", [(None, 20.0), (20.0, None), (50.0, 20.0)])
+def test_the_earliest_deadline_of_a_group_counts(deadlines):
+    """Thirty requests for "a" take 90 s; of those for "b" one must begin within 20 s."""
+    system = scheduler("ab", gpu(2), policy=policy_of("paper", by_deadline=True))
+    submit(system, "a" * 30)
+    for number, deadline in enumerate(deadlines, 30):
+        system.submit(request(number, "b", deadline=deadline), 0)
+    (load,) = system.poll(0)
+    assert load.expert == "b"
+
+
+def test_what_is_urgent_goes_first_in_its_group():
+    costs = profiles(dataclasses.replace(GPU, max_batch=2))
+    system = scheduler("a", gpu(1), policy=policy_of("paper", by_deadline=True), costs=costs)
+    submit(system, "aaaa")
+    system.submit(request(4, "a", deadline=5.0), 0)
+    (batch,) = system.poll(0)
+    assert [each.id for each in batch.requests] == [4, 0]
+    system.executed(batch, 2.0)
+    assert [each.id for each in system.poll(2.0)[0].requests] == [1, 2]
+
+
 def test_urgent_requests_do_not_hold_up_others_for_ever():
     """ "b" has no deadline; what is urgent and came more than 10 s after it has to wait for it."""
     for arrival, order in ((9.0, "cb"), (11.0, "bc")):

@@ -233,6 +233,17 @@ def test_a_callback_that_waits_holds_up_no_answer(start):
     release.set()
 
 
+def test_what_callbacks_raise_is_logged(start, caplog):
+    loop, held, called = start(), Held(), threading.Event()
+    future = ask(loop, Item("mine", held))
+    future.add_done_callback(raises(SystemExit()))
+    future.add_done_callback(lambda _: called.set())
+    held.go.set()
+    assert called.wait(PATIENCE)
+    assert future.result(0) == "mine"
+    assert "A callback of request mine has failed." in caplog.text
+
+
 def test_a_callback_that_hangs_does_not_hang_the_end(start, monkeypatch, caplog):
     monkeypatch.setattr(loop_module, "CALLBACK_SECONDS", 0.05)
     loop, release = start(), threading.Event()
@@ -307,6 +318,21 @@ def test_an_interrupted_caller_harms_no_other(start, action):
         assert mine.done()
         assert ask(loop, Item((number, "next"))).result(PATIENCE) == (number, "next")
     assert number > 3
+
+
+def test_a_caller_that_loses_locks_harms_no_other(start):
+    """As one does that is interrupted where `concurrent.futures.wait` takes them."""
+    loop, held, begin = start(), Held(), time.monotonic()
+    first, *lost = (ask(loop, Item(number, held if number == 0 else str)) for number in range(200))
+    for future in lost:
+        future._condition.acquire()
+    held.go.set()
+    assert ask(loop, Item("other")).result(PATIENCE) == "other"
+    assert first.result(PATIENCE) == 0
+    assert [future.result(PATIENCE) for future in lost] == [str(number) for number in range(1, 200)]
+    assert time.monotonic() - begin < PATIENCE / 2
+    for future in lost:
+        future._condition.release()
 
 
 def test_signals_harm_nobody(start):

@@ -14,7 +14,7 @@ NEARLY_ALL = 0.9
 MAX_JOBS = 40
 """Number of batches that `Elastic` plans, those with the earliest deadlines."""
 LEAST_UTILITY = 1e-9
-"""Utility of a batch whose time is worth more to others: it runs where they leave time."""
+"""Utility of a batch whose time is worth more to others, and least of a query: they run where others leave time."""
 
 
 class Decision(NamedTuple):
@@ -68,7 +68,7 @@ def job_of(batch: Batch, profile: ServingProfile) -> Job:
     count = len(batch)
     utilities: dict[str, float] = {}
     for query in batch.queries:
-        utilities[query.task] = utilities.get(query.task, 0.0) + query.utility
+        utilities[query.task] = utilities.get(query.task, 0.0) + max(query.utility, LEAST_UTILITY)
     return Job(
         batch.deadline,
         tuple(

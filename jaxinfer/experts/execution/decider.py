@@ -15,7 +15,7 @@ from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.results import Result, Stage
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.serving.errors import ServingError
+from jaxinfer.serving.errors import ServingError, with_output
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import Ticket
 
@@ -209,9 +209,15 @@ class InputDecider(Decider[InputTicket]):
         try:
             self.submit(ticket, now)
         except (ServingError, ValueError) as error:
-            self.loop.end(ticket, error)
+            self._end(ticket, error)
 
     def _fail(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
             if (ticket := self.loop.tickets.get(failure.request.id)) is not None:
-                self.loop.end(ticket, failure.error)
+                self._end(ticket, failure.error)
+
+    def _end(self, ticket: InputTicket, error: Exception) -> None:
+        """End an input with an error, which has the stages that it has been through."""
+        if ticket.stages and isinstance(error, ServingError):
+            error = with_output(error, Result(stages=ticket.stages, latency=self.loop.clock() - ticket.submitted))
+        self.loop.end(ticket, error)

@@ -1,6 +1,7 @@
 """An executor's queue: groups of requests that use the same expert (paper section 4.2, arranging and splitting)."""
 
 import dataclasses
+import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,21 @@ class Group:
     before: "Group | None" = None
     behind: "Group | None" = None
     latency: float = 0.0
+    _deadlines: list[tuple[float, int, Request]] = dataclasses.field(default_factory=list)  # a heap; some have left
+
+    def add(self, request: Request) -> None:
+        """Append a request."""
+        self.requests[request] = None
+        self.latency += request.latency
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.id, request))
+
+    @property
+    def most_urgent(self) -> Request | None:
+        """The request with the earliest deadline; None if none has one."""
+        while self._deadlines and self._deadlines[0][-1] not in self.requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][-1] if self._deadlines else None
 
     @property
     def first(self) -> Request:
@@ -56,16 +72,17 @@ class ExecutorQueue:
         joins = group is not None and self._may_join(group, request)
         if group is None or not joins:
             group = self._append(request.expert)
-        group.requests[request] = None
+        group.add(request)
         self._group_of[request] = group
         self._counts[request.expert] += 1
-        group.latency += request.latency
         self.latency += request.latency
         return joins
 
-    def take(self, group: Group, count: int) -> list[Request]:
-        """Take the first requests of a group."""
+    def take(self, group: Group, count: int, urgent: Request | None = None) -> list[Request]:
+        """Take the first requests of a group, an urgent one before the others."""
         taken = list(itertools.islice(group.requests, count))
+        if urgent is not None:
+            taken = [urgent, *(request for request in taken if request is not urgent)][:count]
         for request in taken:
             self._remove(request, group)
         return taken

@@ -86,7 +86,7 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> int:
         """Assign a request, unless too many wait; return the executor's index. Raises as `check`."""
-        self._check_room(request, now, ahead=0)
+        self._check_room(request, now)
         return self.admit(request, now)
 
     def check(self, request: Request, now: float, *, ahead: int) -> None:
@@ -96,8 +96,8 @@ class Scheduler:
 
         Raises RoutingError, OverloadedError (for an input's first stage), LoadError while its expert is in quarantine.
         """
-        self._check_room(request, now, ahead=ahead)
-        self._additions(self.graph.require(request.expert), now)
+        additions = self._additions(self.graph.require(request.expert), now)
+        self._check_room(request, now, ahead, min(seconds for seconds in additions if seconds is not None))
 
     def admit(self, request: Request, now: float) -> int:
         """Assign a request that was checked; return the executor's index. Raises RoutingError, LoadError as `check`."""
@@ -106,10 +106,11 @@ class Scheduler:
             self._note_deadline(request, request.deadline)
         return index
 
-    def _check_room(self, request: Request, now: float, *, ahead: int) -> None:
+    def _check_room(self, request: Request, now: float, ahead: int = 0, seconds: float = 0.0) -> None:
+        """Raise OverloadedError if too many wait. seconds: what each of those that are `ahead` may take."""
         waiting = self.queued + ahead
         if self._max_queued is not None and request.stage == 0 and waiting >= self._max_queued:
-            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0)
+            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0) + ahead * seconds
             raise OverloadedError(
                 f"{waiting} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
             )
@@ -250,33 +251,39 @@ class Scheduler:
         while goes_on and not executor.executing:
             if executor.batch is not None:
                 goes_on = self._begin_execution(executor, now, actions)
-            elif group := self._next_group(executor, now):
-                goes_on = self._begin_batch(executor, group, now, actions)
+            elif following := self._next_group(executor, now):
+                goes_on = self._begin_batch(executor, *following, now, actions)
             else:
                 goes_on = False
         if self.policy.prefetch and executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
 
-    def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
-        """The first group; or one that may overtake it, for its deadline or because its expert is loaded."""
+    def _next_group(self, executor: ExecutorState, now: float) -> tuple[Group, Request | None] | None:
+        """The first group; or one that may overtake it, for a request's deadline or because its expert is loaded.
+
+        With the request that is to be in its next batch, whatever its place in the group, if there is one.
+        """
         queue, first = executor.queue, executor.queue.first()
         if first is None:
             return None
-        preferred = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
-        if preferred is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
-            preferred = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
-        return preferred if preferred is not None and queue.may_overtake(preferred.first, first.first) else first
+        urgent = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
+        if urgent is not None and queue.may_overtake(urgent[1], first.first):
+            return urgent
+        if urgent is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
+            ready = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
+            if ready is not None and queue.may_overtake(ready.first, first.first):
+                return ready, None
+        return first, None
 
-    def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
-        """The group with the earliest deadline among those that can be met, but not in their turn."""
+    def _urgent(self, executor: ExecutorState, now: float) -> tuple[Group, Request] | None:
+        """The request with the earliest deadline among those that can be met, but may not be in their turn."""
         urgent, earliest, before = None, math.inf, 0.0
         for group in executor.queue.groups():
-            request = group.first
-            if request.deadline is not None and request.deadline < earliest:
-                needed = request.latency
-                if now + needed <= request.deadline < now + before + needed:
-                    urgent, earliest = group, request.deadline
             before += group.latency
+            if (request := group.most_urgent) is not None:
+                deadline = request.deadline or 0.0
+                if now + request.latency <= deadline < min(now + before, earliest):
+                    urgent, earliest = (group, request), deadline
         return urgent
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
@@ -298,8 +305,12 @@ class Scheduler:
             late += [request] if self.cancel(request) else []
         return self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
 
-    def _begin_batch(self, executor: ExecutorState, group: Group, now: float, actions: list[Action]) -> bool:
+    def _begin_batch(
+        self, executor: ExecutorState, group: Group, urgent: Request | None, now: float, actions: list[Action]
+    ) -> bool:
         """Take a batch from a group (paper section 4.2, splitting); end the group if not even one request fits.
+
+        urgent: the request that comes first; None: all come in their turn.
 
         Returns False while memory for one request is not free yet.
         """
@@ -320,7 +331,7 @@ class Scheduler:
             if evict.evictions:
                 actions.append(evict)
             count = 1
-        executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
+        executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count, urgent), now)
         executor.ends = now + profile.seconds(count)
         return True
 

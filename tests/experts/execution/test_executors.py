@@ -215,6 +215,16 @@ def test_a_damaged_file_ends_the_requests_of_its_expert(board, start, copies, ho
     assert is_right(board, "c1", image(0), system.submit("c1", image(0)).result(SECONDS))
 
 
+def test_an_error_has_the_stages_before_it(start, copies):
+    folder, files = copies
+    system = start("c0", "c1", folder=folder, slots=1, rules=[("c0", "ok", "c1"), ("c0", "defect", "c1")], mode="paper")
+    damage(files["c1"], "truncated")
+    with pytest.raises(LoadError, match="'c1' cannot be loaded") as raised:
+        system.submit("c0", image(0)).result(SECONDS)
+    assert [stage.expert for stage in raised.value.output.stages] == ["c0"]
+    assert isinstance(raised.value.__cause__, Exception)
+
+
 def test_damage_that_is_there_at_the_start(board, start, copies):
     folder, files = copies
     damage(files["c0"], "flipped")
