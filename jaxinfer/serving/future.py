@@ -127,6 +127,9 @@ class TicketFuture[Outcome](Future[Outcome]):
     def begin(self) -> bool:
         """Protect it from cancellation; return False if its caller has cancelled it, or given it an outcome."""
         self._find_lock()
+        return self._begin()
+
+    def _begin(self) -> bool:
         if self.done() and not self.cancelled():
             return False
         try:
@@ -139,7 +142,7 @@ class TicketFuture[Outcome](Future[Outcome]):
         self._ended_by_loop = True
         self._find_lock()
         try:
-            if not self.running() and not self.begin():
+            if not self.running() and not self._begin():
                 self._invoke_callbacks()  # its caller may have been interrupted just before
             elif isinstance(outcome, Exception):
                 self.set_exception(outcome)

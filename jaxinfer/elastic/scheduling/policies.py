@@ -14,7 +14,7 @@ NEARLY_ALL = 0.9
 MAX_JOBS = 40
 """Number of batches that `Elastic` plans, those with the earliest deadlines."""
 LEAST_UTILITY = 1e-9
-"""Utility of a batch whose time is worth more to others, and least of a query: they run where others leave time."""
+"""Utility of a batch whose time is worth more to others, and the least of a query: both run where there is time."""
 
 
 class Decision(NamedTuple):

@@ -34,11 +34,11 @@ class Group:
             heapq.heappush(self._deadlines, (request.deadline, request.id, request))
 
     @property
-    def most_urgent(self) -> Request | None:
-        """The request with the earliest deadline; None if none has one."""
+    def most_urgent(self) -> tuple[float, Request] | None:
+        """The earliest deadline, with its request; None if none has one."""
         while self._deadlines and self._deadlines[0][-1] not in self.requests:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][-1] if self._deadlines else None
+        return (self._deadlines[0][0], self._deadlines[0][-1]) if self._deadlines else None
 
     @property
     def first(self) -> Request:

@@ -280,8 +280,8 @@ class Scheduler:
         urgent, earliest, before = None, math.inf, 0.0
         for group in executor.queue.groups():
             before += group.latency
-            if (request := group.most_urgent) is not None:
-                deadline = request.deadline or 0.0
+            if (entry := group.most_urgent) is not None:
+                deadline, request = entry
                 if now + request.latency <= deadline < min(now + before, earliest):
                     urgent, earliest = (group, request), deadline
         return urgent
