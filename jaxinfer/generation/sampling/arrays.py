@@ -1,6 +1,7 @@
 """The sampling options of a batch as an array, so that none of them changes a compiled program."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
@@ -9,10 +10,6 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
-
-NO_WORD = -(2**31)
-"""Where `SamplingArrays.bad_words` is unused: the word of a token that does not exist."""
-
 
 class _Column:
     """An option's place in `SamplingArrays.packed`, after the options named before it.
@@ -69,7 +66,8 @@ class SamplingArrays:
       bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused.
       bias: float32 [B, MAX_LOGIT_BIAS].
       bad_words: int32 [B, MAX_BAD_WORD_TOKENS], the tokens of all bad words of several tokens, one word after the
-        other, the last of each as ~token; NO_WORD where unused.
+        other; -1 where unused.
+      bad_word_rest: int32 [B, MAX_BAD_WORD_TOKENS], how many tokens of its word follow each of them.
       processors: bool [B, n], which logits processors to apply.
     """
 
@@ -94,6 +92,7 @@ class SamplingArrays:
     bias_ids = _Column(np.int32, MAX_LOGIT_BIAS)
     bias = _Column(np.float32, MAX_LOGIT_BIAS)
     bad_words = _Column(np.int32, MAX_BAD_WORD_TOKENS)
+    bad_word_rest = _Column(np.int32, MAX_BAD_WORD_TOKENS)
     processors = _Column(np.bool_, 0)
 
 
@@ -153,7 +152,11 @@ def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
         "constrained": [_constrained(p) for p in params],
         "bias_ids": [padded(p.logit_bias, MAX_LOGIT_BIAS, -1) for p in params],
         "bias": [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params],
-        "bad_words": [padded(_joined(row.bad_words), MAX_BAD_WORD_TOKENS, NO_WORD) for row in rows],
+        "bad_words": [padded(itertools.chain(*row.bad_words), MAX_BAD_WORD_TOKENS, -1) for row in rows],
+        "bad_word_rest": [
+            padded((i for word in row.bad_words for i in reversed(range(len(word)))), MAX_BAD_WORD_TOKENS, 0)
+            for row in rows
+        ],
         "processors": [row.processors for row in rows],
     }
     columns = [column.pack(values[name]) for name, column in SamplingArrays.COLUMNS.items()]
@@ -163,8 +166,3 @@ def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
 def _constrained(params: SamplingParams) -> bool:
     """Return whether a token bitmask may limit the tokens."""
     return params.structured_outputs is not None or params.allowed_token_ids is not None or bool(params.bad_words)
-
-
-def _joined(words: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return `SamplingArrays.bad_words` of one row."""
-    return [token for word in words for token in (*word[:-1], ~word[-1])]

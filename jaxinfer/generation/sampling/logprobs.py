@@ -67,17 +67,35 @@ def no_logprobs(shape: tuple[int, ...]) -> Logprobs:
     return Logprobs(jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
-def record_logprobs(
-    asked: jax.Array, logits: jax.Array, tokens: jax.Array, at: tuple[jax.Array, ...], logprobs: Logprobs
-) -> Logprobs:
-    """Put the log probabilities of tokens at places of `logprobs`, if any row wants them.
+def logprobs_if_asked(asked: jax.Array, logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """`logprobs_of` tokens [B] if any row of bool [B] asks for them, else zeros. logits: float32 [B, V]."""
+    with jax.named_scope("logprobs"):
+        none = no_logprobs(tokens.shape)
+        return lax.cond(jnp.any(asked), lambda: logprobs_of(logits, tokens), lambda: none)
 
-    asked: bool [B]; logits: float32 [B, V]; tokens: int32 [B]; at: an index for every leading dimension of
-    `logprobs`, [B] each, out of range where none is put.
+
+def record_logprobs(
+    asked: jax.Array, logits: jax.Array, tokens: jax.Array, start: jax.Array, logprobs: Logprobs
+) -> Logprobs:
+    """Put the log probabilities of tokens [B, W] into `logprobs` [B, K], if any row wants them.
+
+    Args:
+      asked: bool [B].
+      logits: float32 [B, W, V].
+      start: int32 [B], the column of each row's first token; columns past the last are dropped.
     """
+    width = tokens.shape[1]
 
     def put() -> Logprobs:
-        return jax.tree.map(lambda old, new: old.at[at].set(new, mode="drop"), logprobs, logprobs_of(logits, tokens))
+        return jax.tree.map(place, logprobs, logprobs_of(logits, tokens))
+
+    def place(old: jax.Array, new: jax.Array) -> jax.Array:
+        # Every column chooses, since a scatter takes far longer to compile.
+        column = jnp.arange(old.shape[1]) - start[:, None]
+        column = column.reshape(column.shape + (1,) * (old.ndim - 2))
+        if width > 1:
+            new = jnp.take_along_axis(new, jnp.clip(column, 0, width - 1), axis=1)
+        return jnp.where((column >= 0) & (column < width), new, old)
 
     with jax.named_scope("logprobs"):
         return lax.cond(jnp.any(asked), put, lambda: logprobs)

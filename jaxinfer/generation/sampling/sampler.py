@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.generation.sampling.arrays import NO_WORD, SamplingArrays
+from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
 from jaxinfer.pallas_kernels.sampling.api import threshold, top_k
 from jaxinfer.pallas_kernels.sampling.keys import float_of, key_of
@@ -31,20 +31,20 @@ at once, that returns new scores. It is compiled into the programs; a request na
 LogitsProcessors = tuple[LogitsProcessor, ...]
 
 
-def token_counts(history: jax.Array, start: jax.Array, stop: jax.Array, vocab: int) -> jax.Array:
-    """Count each of this device's tokens in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
-    index = jnp.arange(history.shape[1])
-    inside = (index >= start[:, None]) & (index < stop[:, None])
-    rows = jnp.arange(history.shape[0])[:, None]
-    counts = jnp.zeros((history.shape[0], vocab), jnp.int32)
-    return counts.at[rows, jnp.where(inside, local_index(history, "vocab", vocab), vocab)].add(1, mode="drop")
+def token_counts(history: jax.Array, prompt_length: jax.Array, length: jax.Array, vocab: int) -> jax.Array:
+    """Count each of this device's tokens in the prompt, and in the output: int32 [2, B, V].
+
+    history: int32 [B, C]; prompt_length, length: int32 [B], tokens of the prompt and tokens known.
+    """
+    index, rows = jnp.arange(history.shape[1]), jnp.arange(history.shape[0])[:, None]
+    output = (index >= prompt_length[:, None]).astype(jnp.int32)
+    tokens = jnp.where(index < length[:, None], local_index(history, "vocab", vocab), vocab)
+    return jnp.zeros((2, len(history), vocab), jnp.int32).at[output, rows, tokens].add(1, mode="drop")
 
 
 def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
     """Apply repetition, presence and frequency penalties. history: int32 [B, C]; length: int32 [B] tokens known."""
-    vocab = logits.shape[-1]
-    generated = token_counts(history, options.prompt_length, length, vocab)
-    prompt = token_counts(history, jnp.zeros_like(length), jnp.minimum(options.prompt_length, length), vocab)
+    prompt, generated = token_counts(history, options.prompt_length, length, logits.shape[-1])
     repetition = options.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(generated + prompt > 0, repeated, logits)
@@ -57,15 +57,13 @@ def ends_of_bad_words(history: jax.Array, length: jax.Array, options: SamplingAr
 
     history: int32 [B, C]; length: int32 [B] tokens known. The word's other tokens are the last ones of the output.
     """
-    words = options.bad_words
-    last, index = words < 0, jnp.arange(words.shape[1])
-    end = lax.cummin(jnp.where(last, index, len(index)), axis=1, reverse=True)  # where each token's word ends
-    at = length[:, None] - (end - index)
+    words, rest = options.bad_words, options.bad_word_rest
+    at = length[:, None] - rest
     there = (jnp.take_along_axis(history, jnp.maximum(at, 0), axis=1) == words) & (at >= options.prompt_length[:, None])
-    missing = jnp.cumsum(~(there | last), axis=1)
-    before = lax.cummax(jnp.where(last, missing, 0), axis=1)  # the words before that of the next token
-    before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(last & (missing == before), ~words, -1)
+    size, last = words.shape[1], rest == 0
+    missing = jnp.where(there | last, size, jnp.arange(size) + rest)  # the last token of a word that lacks one
+    rows = jnp.arange(len(words))[:, None]
+    return jnp.where(last, words, -1).at[rows, missing].set(-1, mode="drop")
 
 
 class _Candidates(NamedTuple):
@@ -164,7 +162,7 @@ def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> j
     scaled = _if_any("truncate", cuts & ~best, lambda x: truncate(x, options), scaled)
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
+        key = jax.random.wrap_key_data(jnp.stack([seed, position.astype(jnp.uint32)]), impl="threefry2x32")
         noise = jax.random.gumbel(key, (logits.shape[-1] * axis_size("vocab"),))  # per token, whatever the size
         return local_part(noise, "vocab")
 
@@ -195,7 +193,7 @@ def _asked(options: SamplingArrays, length: jax.Array) -> _Asked:
         bias=options.bias_ids[:, 0] >= 0,
         penalties=(options.repetition != 1) | (options.presence != 0) | (options.frequency != 0),
         min_length=length < options.min_length,
-        bad_words=options.bad_words[:, 0] != NO_WORD,
+        bad_words=options.bad_words[:, 0] >= 0,
         bitmask=options.constrained,
         draw=options.temperature > 0,
         logprobs=options.logprobs,
@@ -236,17 +234,12 @@ def sample(
     def biased(x):
         return x.at[rows, local_index(options.bias_ids, "vocab", size)].add(options.bias, mode="drop")
 
-    def without_stops(x):
-        early = (length < options.min_length)[:, None]
-        return x.at[rows, jnp.where(early, local_index(options.stop_token_ids, "vocab", size), size)].set(
-            -jnp.inf, mode="drop"
-        )
+    def without_banned_tokens(x):
+        stops = jnp.where((length < options.min_length)[:, None], options.stop_token_ids, -1)
+        banned = jnp.concatenate([stops, ends_of_bad_words(history[slot], length, options)], axis=1)
+        return x.at[rows, local_index(banned, "vocab", size)].set(-jnp.inf, mode="drop")
 
-    def without_bad_words(x):
-        ends = local_index(ends_of_bad_words(history[slot], length, options), "vocab", size)
-        return x.at[rows, ends].set(-jnp.inf, mode="drop")
-
-    def without_banned(x):
+    def within_bitmask(x):
         may = allowed(local_bitmask(bitmask, size), size)
         return jnp.where(may | ~options.constrained[:, None], x, -jnp.inf)
 
@@ -264,9 +257,8 @@ def sample(
     for index, process in enumerate(processors):
         asking = options.processors[:, index]
         scores = _if_any("logits_processor", asking, processed(process, asking), scores)
-    scores = _if_any("min_tokens", asked.min_length, without_stops, scores)
-    scores = _if_any("bad_words", asked.bad_words, without_bad_words, scores)
-    scores = _if_any("bitmask", asked.bitmask, without_banned, scores)
+    scores = _if_any("banned_tokens", asked.min_length | asked.bad_words, without_banned_tokens, scores)
+    scores = _if_any("bitmask", asked.bitmask, within_bitmask, scores)
     return greedy(_if_any("draw", asked.draw, lambda x: _perturb(x, length, options), scores))
 
 

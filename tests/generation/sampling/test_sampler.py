@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
-from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
+from jaxinfer.generation.sampling.logprobs import logprobs_if_asked, logprobs_of
 from jaxinfer.generation.sampling.sampler import (
     asks_more_than_greedy,
     ends_of_bad_words,
@@ -35,7 +35,7 @@ def _sample(logits, history, length, options):
     bitmask = jnp.full((len(logits), -(-logits.shape[-1] // 32)), 0xFFFFFFFF, jnp.uint32)
     rows = jnp.arange(len(logits))
     tokens = sample(logits, history, rows, length, options, bitmask)
-    return tokens, record_logprobs(options.logprobs, logits, tokens, (rows,), no_logprobs(tokens.shape))
+    return tokens, logprobs_if_asked(options.logprobs, logits, tokens)
 
 
 def options(*params: SamplingParams, prompt_length: int = 4, stop_token_ids=(), seeds=None) -> SamplingArrays:

@@ -26,7 +26,7 @@ from jaxinfer.generation.execution.state import (
     with_progress,
 )
 from jaxinfer.generation.sampling.arrays import SamplingArrays
-from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs, record_logprobs
+from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_if_asked, logprobs_of, no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, sample
 from jaxinfer.generation.sampling.vocabulary import greedy
 from jaxinfer.models import LayerAdapters, TokenRows
@@ -231,7 +231,7 @@ def _choose(
 
     def by_options() -> tuple[jax.Array, Logprobs]:
         tokens = sample(logits, history, slot, length, options, bitmask, processors, vocab=vocab)
-        return tokens, record_logprobs(options.logprobs, logits, tokens, (jnp.arange(len(slot)),), none)
+        return tokens, logprobs_if_asked(options.logprobs, logits, tokens)
 
     with jax.named_scope("sample"):
         best = greedy(logits)

@@ -195,14 +195,15 @@ def choose_tokens(
         if width > 1:  # penalties read speculative tokens from the history; the chosen tokens replace them later
             at = jnp.where(active[:, None], length[:, None] + jnp.arange(width - 1), history.shape[1])
             history = history.at[step.rows.slot[:, None], at].set(speculative, mode="drop")
-        slot, start, options, bitmask = jax.tree.map(
-            lambda x: jnp.repeat(x, width, axis=0) if width > 1 else x,
-            (step.rows.slot, step.start, step.options, step.bitmask),
+        slot, options, bitmask = jax.tree.map(
+            lambda x: jnp.repeat(x, width, axis=0) if width > 1 else x, (step.rows.slot, step.options, step.bitmask)
         )
         lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
         tokens = sample(logits, history, slot, lengths, options, bitmask, processors, vocab=model.cfg.vocab)
-        at = jnp.arange(batch * width) // width, lengths - start  # rejected tokens' places are overwritten later
-        return tokens, record_logprobs(options.logprobs, logits, tokens, at, before.logprobs)
+        wide, by_row = logits.reshape(batch, width, -1), tokens.reshape(batch, width)
+        # Rejected tokens' places are overwritten later.
+        places = length - step.start
+        return tokens, record_logprobs(step.options.logprobs, wide, by_row, places, before.logprobs)
 
     with jax.named_scope("sample"):
         best = greedy(logits)
