@@ -3,24 +3,20 @@
 They are code from the checkpoint's author, so they run in Jinja's sandbox and are given JSON alone.
 """
 
-import datetime
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
 from jaxinfer.checkpoints import list_files, read_file
 from jaxinfer.generation.fields import check, shown
+from jaxinfer.sandbox.templates import MAX_CHARACTERS, render
 
 Messages = list[dict[str, Any]]
+Renderer = Callable[[str, dict[str, Any]], str]
+"""A function like `sandbox.templates.render`."""
 
 _Messages = Annotated[
     list[dict[str, Any]], Meta(min_length=1, description='a list of messages such as {"role": "user", "content": "Hi"}')
@@ -91,8 +87,9 @@ class ChatTemplates:
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        renderer: Renderer = render,
     ) -> str:
-        """Render a conversation as text; see `ChatOptions`.
+        """Render a conversation as text; see `ChatOptions`. renderer: renders a template, given its text.
 
         Raises ValueError for an invalid conversation, or options of the wrong type; if there is no such template; and
         if the template refuses the conversation.
@@ -115,16 +112,20 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
         }
         arguments |= self._special_tokens | check_arguments(chat_template_kwargs)
-        template = _compiled(self._find(check("chat_template", chat_template, str | None), tools is not None))
+        template = self._find(check("chat_template", chat_template, str | None), tools is not None)
         if continue_final_message:
-            return _without_end(messages, lambda: _render(template, arguments))
-        return _render(template, arguments)
+            return _without_end(messages, lambda: renderer(template, arguments))
+        return renderer(template, arguments)
+
+    def is_text(self, chat_template: object) -> bool:
+        """Return whether the option is the text of a template, and not the name of one of the model's."""
+        return isinstance(chat_template, str) and chat_template not in self._templates and "{" in chat_template
 
     def _find(self, name: str | None, has_tools: bool) -> str:
         """Find the template of this name; without a name, the default for with or without tools."""
         known = ", ".join(self.names) or "none"
         if name is not None:
-            if name not in self._templates and "{" not in name:
+            if name not in self._templates and not self.is_text(name):
                 raise ValueError(f"chat_template={shown(name)} is no template of this model; it has: {known}.")
             return self._templates.get(name, name)
         if not self._templates:
@@ -166,9 +167,11 @@ def _check_json(name: str, value: object, kind: Any) -> Any:
     """Check a value like `check`, and that it is JSON throughout: an object could do more in a template than it may."""
     checked = check(name, value, kind)
     try:
-        json.dumps(checked)
+        size = len(json.dumps(checked, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be JSON: {error}.") from None
+    if size > MAX_CHARACTERS:
+        raise ValueError(f"{name} has {size:,} characters as JSON, at most {MAX_CHARACTERS:,}.")
     return checked
 
 
@@ -179,66 +182,6 @@ def _prepared(message: dict[str, Any]) -> dict[str, Any]:
         reasoning = message[names[0]]
         return {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return message
-
-
-# Rendering
-
-
-class _Generation(Extension):
-    """{% generation %}, which marks the assistant's text for training: rendered as its content alone."""
-
-    tags = {"generation"}  # noqa: RUF012  # Jinja's own
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as Python does; Jinja's own filter escapes characters that are special in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(text: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"The chat template cannot be read, in line {error.lineno}: {error}") from error
-
-
-def _render(template: jinja2.Template, arguments: dict[str, Any]) -> str:
-    try:
-        return template.render(arguments)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"The chat template refuses these messages: {error}") from error
-    except Exception as error:  # whatever its code raises
-        raise ValueError(f"The chat template refuses these messages: {type(error).__name__}: {error}") from error
 
 
 def _without_end(messages: Messages, render: Callable[[], str]) -> str:

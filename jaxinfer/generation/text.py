@@ -10,15 +10,20 @@ import tokenizers
 from msgspec import Meta
 
 from jaxinfer.checkpoints import read_file
-from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages
+from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages, Renderer
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.models.files.description import SentenceConfig, TruncationSide
+from jaxinfer.sandbox.templates import MAX_CHARACTERS, render
 
 Prompt = str | list[int]
 """The input of a model: a text, or token ids."""
 TOKENIZER = "tokenizer.json"
 PROMPT_TOKENS = 6
 """How many of a prompt's last tokens are decoded together with the first output token."""
+PIECE = 2**20
+"""Characters of a text that are encoded at once to learn whether all of it is too long."""
+PIECE_TOKENS = 1024
+"""Tokens that a text may have in fewer when it is not divided."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Written by decoders for bytes that are no character, or not yet."""
 
@@ -43,7 +48,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self.byte_ids = self._byte_ids()
-        self._chat_templates = ChatTemplates(folder)
+        self.chat_templates = ChatTemplates(folder)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -77,6 +82,8 @@ class Tokenizer:
 
         Raises ValueError for half a surrogate pair.
         """
+        if max_tokens is not None:
+            text = self._begin_of(text, max_tokens, truncation_side)
         ids = self._encode(text, add_special_tokens=True).ids
         if max_tokens is None or len(ids) <= max_tokens:
             return ids
@@ -84,6 +91,27 @@ class Tokenizer:
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         words.truncate(max(max_tokens - special, 0), direction=truncation_side)
         return self._tokenizer.post_process(words, None, add_special_tokens=True).ids
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Return whether a text has more tokens than that, without encoding all of one that is far too long."""
+        left = most
+        for start in range(0, len(text), PIECE):
+            if len(text) <= PIECE:
+                return False  # it is encoded as fast as it is counted
+            left -= len(self.encode_word(text[start : start + PIECE])) - PIECE_TOKENS
+            if left < 0:
+                return True
+        return False
+
+    def _begin_of(self, text: str, tokens: int, truncation_side: TruncationSide) -> str:
+        """Leave out, of a long text, what surely comes after that many tokens, or before on the left."""
+        size = PIECE
+        while size < len(text):
+            part = text[:size] if truncation_side == "right" else text[-size:]
+            if len(self.encode_word(part)) > tokens + PIECE_TOKENS:
+                return part
+            size *= 4
+        return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
@@ -103,9 +131,9 @@ class Tokenizer:
         """Decode token ids, by default without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+    def chat(self, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]) -> list[int]:
         """Encode a conversation, by `ChatTemplates.render`."""
-        return self.encode_word(self._chat_templates.render(messages, **options))
+        return self.encode_word(self.chat_templates.render(messages, renderer=renderer, **options))
 
     def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> "TextStream":
         """Begin a text that follows a prompt and grows with the tokens pushed to it."""
@@ -150,6 +178,17 @@ def encode_prompt(
     return ids
 
 
+def check_length(tokenizer: Tokenizer | None, prompt: Prompt, context: int) -> None:
+    """Raise ValueError for a text that is far longer than the context, which would take long to encode."""
+    if not isinstance(prompt, str) or tokenizer is None:
+        return
+    if len(prompt) > MAX_CHARACTERS or tokenizer.exceeds(prompt, context):
+        raise ValueError(
+            f"The prompt has {len(prompt):,} characters, far more than the context of {context} tokens. Shorten the "
+            "prompt or raise the context."
+        )
+
+
 def encode_to_embed(
     tokenizer: Tokenizer | None,
     text: str,
@@ -174,6 +213,7 @@ def encode_to_embed(
     text = sentence.prompt(prompt) + text
     if truncate:
         return encode_prompt(tokenizer, text, vocab, max_tokens=longest, truncation_side=sentence.truncation_side)
+    check_length(tokenizer, text, context)
     ids = encode_prompt(tokenizer, text, vocab)
     if len(ids) > longest:
         raise ValueError(
@@ -183,11 +223,13 @@ def encode_to_embed(
     return ids
 
 
-def encode_chat(tokenizer: Tokenizer | None, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer | None, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]
+) -> list[int]:
     """Encode a conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
     if tokenizer is None:
         raise ValueError("The model directory has no tokenizer, so it cannot chat.")
-    return tokenizer.chat(messages, **options)
+    return tokenizer.chat(messages, renderer=renderer, **options)
 
 
 class TextStream:

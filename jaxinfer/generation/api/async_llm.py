@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
@@ -13,9 +14,11 @@ from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine
+from jaxinfer.generation.api.preparation import Kind, Preparation
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
@@ -38,6 +41,7 @@ class AsyncLLM(EngineHolder):
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
       compile_ahead: whether all programs are compiled before it takes requests, as servers and benchmarks want it, so
         that no request waits for one.
+      trust_request_chat_template: whether `chat` takes the text of a template, which is code, from its callers.
       progress: as in `LLM`.
       options: those of `LLM`, for an encoder those of `Embedder`.
 
@@ -66,15 +70,18 @@ class AsyncLLM(EngineHolder):
         *,
         max_requests: int = 1024,
         compile_ahead: bool = False,
+        trust_request_chat_template: bool = False,
         progress: ProgressOption = None,
         **options: Unpack[LoadOptions],
     ):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         compile_ahead = check("AsyncLLM.compile_ahead", compile_ahead, bool)
+        self._trusts_templates = check("AsyncLLM.trust_request_chat_template", trust_request_chat_template, bool)
         with showing(progress), long_work(f"loading {path}"):
             super().__init__(load_engine(path, owner="AsyncLLM", **options))
             if compile_ahead:
                 self.engine.compile_ahead()
+        self._preparation = Preparation()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         self._loop.stop_when_dropped(self)
 
@@ -91,9 +98,21 @@ class AsyncLLM(EngineHolder):
           sampling_params: how to continue it, or PoolingParams to embed it; None: as in `SamplingParams.from_model`.
           request_id: your own name for the request; None: a new one.
 
-        Raises the ValueError that they would raise for this prompt.
+        Raises the ValueError that they would raise for this prompt. A grammar may take 5 s and 256 MB.
         """
-        return self.engine.prepare(prompt, sampling_params, request_id=request_id)
+        engine = self.engine
+        if isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None:
+            with self._in_sandbox():
+                self._preparation.check_grammar(sampling_params.structured_outputs)
+        return engine.prepare(prompt, sampling_params, request_id=request_id)
+
+    @contextlib.contextmanager
+    def _in_sandbox(self) -> Iterator[None]:
+        """Raise the error of the end for what a closed sandbox raises."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._end_error() from error
 
     # Tasks
 
@@ -112,7 +131,7 @@ class AsyncLLM(EngineHolder):
         is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
-        return self._stream(lambda: self.prepare(prompt, sampling_params, request_id))
+        return self._stream(lambda: self._sequences(prompt, sampling_params, request_id))
 
     def chat(
         self,
@@ -123,12 +142,30 @@ class AsyncLLM(EngineHolder):
     ) -> "OutputStream":
         """Generate the next message like `LLM.chat`, streamed like `generate`.
 
-        Raises ValueError at once for an invalid conversation; when the stream is read, for one that the chat template
-        cannot take.
+        Chat templates run in a process of their own, which may take 5 s and 256 MB more than at its start.
+
+        Raises ValueError at once for an invalid conversation, and for a template of its own unless this AsyncLLM
+        trusts those; when the stream is read, for one that the chat template cannot take.
         """
         messages, options = check_messages(messages), check_options(options)
         params = SamplingParams.from_model(self, chat=True) if sampling_params is None else sampling_params
-        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), params, request_id))
+        given = self.tokenizer is not None and self.tokenizer.chat_templates.is_text(options.get("chat_template"))
+        if given and not self._trusts_templates:
+            raise ValueError(
+                "chat_template is the text of a template, which is code: name one of the model's templates, or make "
+                "the AsyncLLM with trust_request_chat_template=True."
+            )
+        kind = Kind.GIVEN_TEMPLATE if given else Kind.CHAT
+        render = self._preparation.renderer(kind)
+
+        def encode() -> list[int]:
+            with self._in_sandbox():
+                return encode_chat(self.tokenizer, messages, renderer=render, **options)
+
+        async def sequences() -> list[TokenSequence]:
+            return await self._sequences(await self._prepare(kind, encode), params, request_id)
+
+        return self._stream(sequences)
 
     async def embed(
         self,
@@ -150,7 +187,8 @@ class AsyncLLM(EngineHolder):
         """
         width = self.model.transformer.output_width
         options = {"adapter": adapter, "prompt": prompt, "truncate": truncate}
-        requests = await asyncio.to_thread(pooling_requests, self.engine, as_list(texts), **options)
+        prepare = functools.partial(pooling_requests, self.engine, as_list(texts), **options)
+        requests = await self._prepare(Kind.PROMPT, prepare)
         reader = Reader()
         pending = [RequestTicket(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []
@@ -162,15 +200,29 @@ class AsyncLLM(EngineHolder):
                     raise FailedError(f"Text {index}: {error}") from error
         return np.array(vectors, np.float32).reshape(-1, width)
 
-    def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
+    async def _prepare[Result](self, kind: Kind, function: Callable[[], Result]) -> Result:
+        """Call a part of a request's preparation in a thread of its kind."""
+        self._loop.check_process()
+        with self._in_sandbox():
+            future = self._preparation.submit(kind, function)
+        return await asyncio.wrap_future(future)
+
+    async def _sequences(
+        self, prompt: Prompt | Request, params: SamplingParams | None, request_id: str | None
+    ) -> list[TokenSequence]:
+        """Prepare a request; return its sequences."""
+        asks_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        kind = Kind.GRAMMAR if asks_grammar else Kind.PROMPT
+        return await self._prepare(kind, lambda: self.prepare(prompt, params, request_id).sequences())
+
+    def _stream(self, sequences: Callable[[], Awaitable[list[TokenSequence]]]) -> "OutputStream":
         reader = Reader()
-        return OutputStream(self._outputs(prepare, reader), reader)
+        return OutputStream(self._outputs(sequences, reader), reader)
 
     async def _outputs(
-        self, prepare: Callable[[], Request], reader: Reader[RequestSnapshot]
+        self, sequences: Callable[[], Awaitable[list[TokenSequence]]], reader: Reader[RequestSnapshot]
     ) -> AsyncGenerator[RequestOutput]:
-        sequences = await asyncio.to_thread(lambda: prepare().sequences())
-        pending, seen = RequestTicket(sequences, owner=self, reader=reader), None
+        pending, seen = RequestTicket(await sequences(), owner=self, reader=reader), None
         with self._running(pending):
             while pending.outcome is None:
                 await reader.wait()
@@ -264,6 +316,7 @@ class AsyncLLM(EngineHolder):
         try:
             self._loop.close(drain=drain, timeout=timeout)
         finally:
+            self._preparation.close()
             self._free()  # the decider closes the engine
 
     def _end_error(self) -> Exception:

@@ -17,7 +17,7 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.bitmasks import bitmask_of
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
-from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt, encode_to_embed
+from jaxinfer.generation.text import Prompt, Tokenizer, check_length, encode_prompt, encode_to_embed
 from jaxinfer.models.files.description import SentenceConfig
 
 _RequestId = Annotated[str, Meta(min_length=1, description="a non-empty string")]
@@ -81,6 +81,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             token_ids = self._encode_to_embed(prompt, params)
         else:
+            check_length(self.tokenizer, prompt, self._context)
             token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
         if not token_ids:
             raise ValueError("The prompt is empty: give at least one token.")

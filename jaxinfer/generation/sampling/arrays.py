@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
+
 class _Column:
     """An option's place in `SamplingArrays.packed`, after the options named before it.
 

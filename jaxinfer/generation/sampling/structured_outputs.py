@@ -8,7 +8,6 @@ has, and which tokens end its text.
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import llguidance
@@ -17,9 +16,9 @@ import tokenizers
 
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.bitmasks import bitmask_of
+from jaxinfer.sandbox import grammars
 
 _KEPT_GRAMMARS = 128  # compiled grammars that stay in memory
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # messages without the parser's internal state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._state.is_error():
-            raise ValueError(f"The grammar cannot be followed from here: {_message(self._state)}.")
+            raise ValueError(f"The grammar cannot be followed from here: {grammars.plain(self._state.get_error())}.")
 
 
 class GrammarCompiler:
@@ -147,9 +146,10 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
         try:
-            state = llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0, limits=_LIMITS)
+            grammar = grammars.grammar_of(**grammar_arguments(params))
+            state = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammars.LIMITS)
             if state.is_error():
-                raise ValueError(_message(state))
+                raise ValueError(grammars.plain(state.get_error()))
             matcher = GrammarMatcher(state, self._vocabulary)
             if not (matcher.token_bitmask() & self._vocabulary.text).any():
                 raise ValueError("it allows no text but the empty one")
@@ -160,59 +160,14 @@ class GrammarCompiler:
 
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise ValueError for a grammar that no model's tokens can follow, as far as that shows without a tokenizer."""
-    try:
-        message = llguidance.LLMatcher.validate_grammar(_grammar(params), limits=_LIMITS)
-    except (ValueError, RecursionError) as error:
-        message = str(error)
-    if message:
-        raise ValueError(f"StructuredOutputsParams.{params.kind} does not compile: {_plain(message)}")
+    grammars.check(**grammar_arguments(params))
 
 
-def _grammar(params: StructuredOutputsParams) -> str:
-    """Write the grammar in llguidance's own notation."""
-    if params.json is not None:
-        space = params.whitespace_pattern
-        schema = json.dumps(_without_annotations(json.loads(str(params.json))))
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
-        )
-    if params.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:  # one terminal, which is one automaton; as rules, 2000 texts are too many
-        terminal = " | ".join(json.dumps(text) for text in params.choice)
-        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {terminal}")
-    assert params.grammar is not None
-    return llguidance.LLMatcher.grammar_from_lark(params.grammar)
-
-
-_FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
-"""The formats of a JSON Schema that are enforced; others only describe a value, as all do in the standard."""
-_VALUES = frozenset(("const", "default", "enum", "examples"))
-"""The keys of a JSON Schema whose values are no schemas."""
-
-
-def _without_annotations(schema: Any) -> Any:
-    """Return a schema without formats that llguidance does not know, and would refuse."""
-    if isinstance(schema, list):
-        return [_without_annotations(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in _VALUES else _without_annotations(value)
-        for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in _FORMATS
-    }
-
-
-def _message(state: llguidance.LLMatcher) -> str:
-    return _plain(state.get_error())
-
-
-def _plain(message: str) -> str:
-    """Write an error of llguidance without what its users cannot use."""
-    message = message.removesuffix("\n<non-verbose/>")
-    message = message.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf instead")
-    return "no text fits" if message == "NoExtensionBias" else message
+def grammar_arguments(params: StructuredOutputsParams) -> dict[str, Any]:
+    """The grammar as arguments of `sandbox.grammars`, which are JSON."""
+    value = getattr(params, params.kind)
+    value = list(value) if params.kind == "choice" else str(value)
+    return {"kind": params.kind, "value": value, "whitespace_pattern": params.whitespace_pattern}
 
 
 def _add_token(tokenizer: tokenizers.Tokenizer) -> int:

@@ -25,9 +25,11 @@ from jaxinfer import (
     StructuredOutputsParams,
 )
 from jaxinfer.generation.api import async_llm
+from jaxinfer.generation.api.preparation import Kind
 from jaxinfer.generation.engine import ticket as engine_ticket
 from jaxinfer.generation.engine import view
 from jaxinfer.models.files.conversion import convert
+from jaxinfer.sandbox import process as process_module
 from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN
@@ -410,6 +412,75 @@ def test_grammars_are_compiled_in_many_threads_beside_the_engine(llm, start):
         texts = list(pool.map(one, grammars))
     assert [len(text) for text in texts] == [4 + i % 5 for i in range(24)]
     assert all(text.strip("ab") == "c" for text in texts)
+
+
+# Preparing requests
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def test_a_template_of_a_request_is_refused_unless_its_owner_allows_it(llm, served, start):
+    with pytest.raises(ValueError, match="chat_template is the text of a template, which is code: name one of the"):
+        served.chat(HELLO, SHORT, chat_template="{{ messages }}")
+
+    async def main(served, template):
+        return await served.chat(HELLO, SHORT, chat_template=template).final()
+
+    for template in ("{{ messages[0].content }}", "default"):
+        expected = llm.chat(HELLO, SHORT, chat_template=template)
+        found = asyncio.run(main(start(trust_request_chat_template=True), template))
+        assert tokens_of(found) == tokens_of(expected)
+    with pytest.raises(ValueError, match=r"chat_template='other' is no template of this model"):
+        asyncio.run(main(served, "other"))
+
+
+def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
+    """Far more of it than there are threads."""
+    served, done = start(trust_request_chat_template=True), []
+    patterns = [{"type": "string", "pattern": f".*{i}.*"} for i in range(30)]
+    endless = dataclasses.replace(SHORT, structured_outputs=StructuredOutputsParams(json={"allOf": patterns}))
+
+    async def hostile(stream):
+        try:
+            await stream.final()
+        finally:
+            done.append(stream)
+
+    async def main():
+        streams = [served.chat(HELLO, SHORT, chat_template=ENDLESS) for _ in range(20)]
+        streams += [served.generate("a", endless) for _ in range(20)]
+        tasks = [asyncio.create_task(hostile(stream)) for stream in streams]
+        while not all(sandbox._process for sandbox in (served._preparation._templates[Kind.GIVEN_TEMPLATE],
+                                                       served._preparation._grammars)):  # fmt: skip
+            await asyncio.sleep(0.01)
+        await served.generate("a", SHORT).final()
+        await served.chat(HELLO, SHORT).final()
+        await served.embed(["a"])
+        assert not done
+        await asyncio.to_thread(served.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    monkeypatch.setattr(process_module, "SECONDS", PATIENCE)
+    errors = asyncio.run(main())
+    assert {type(error) for error in errors} == {ClosedError}
+
+
+def test_a_text_far_longer_than_the_context_is_refused_before_it_is_encoded(served, monkeypatch):
+    encoded = []
+    encode = type(served.tokenizer)._encode
+    monkeypatch.setattr(
+        type(served.tokenizer), "_encode", lambda self, text, **o: encoded.append(len(text)) or encode(self, text, **o)
+    )
+    for size in (2**21, 10**8):
+        with pytest.raises(ValueError, match=rf"The prompt has {size:,} characters, far more than the context of "):
+            served.prepare("ab" * (size // 2))
+    assert encoded == [2**20]
+    with pytest.raises(ValueError, match=r"messages has 10,000,0\d\d characters as JSON, at most 8,388,608"):
+        served.chat([{"role": "user", "content": "a" * 10**7}])
+    vectors = asyncio.run(served.embed(["ab" * 2**21, "ab" * 100]))
+    np.testing.assert_array_equal(vectors[0], vectors[1])  # cut alike
+    assert max(encoded) == 2**20
 
 
 def test_what_arrives_during_a_step_is_added_together(llm, served, gate, monkeypatch):

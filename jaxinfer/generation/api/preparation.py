@@ -1,0 +1,62 @@
+"""Where `AsyncLLM` prepares requests, so that one that takes long holds up only others of its kind."""
+
+import enum
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxinfer.generation.params import StructuredOutputsParams
+from jaxinfer.generation.sampling.structured_outputs import grammar_arguments
+from jaxinfer.sandbox.process import Sandbox
+
+THREADS = 2
+"""Threads that prepare requests of a kind."""
+KEPT_GRAMMARS = 128
+"""Grammars that need not be checked again."""
+
+
+class Kind(enum.Enum):
+    """The step of preparing a request that may take long."""
+
+    PROMPT = enum.auto()
+    GRAMMAR = enum.auto()
+    CHAT = enum.auto()
+    GIVEN_TEMPLATE = enum.auto()
+
+
+class Preparation:
+    """Threads for each kind of request, and sandboxes in which chat templates are rendered and grammars tried.
+
+    One that never ends, or takes gigabytes, ends with its process.
+
+    Attributes:
+      check_grammar: raises ValueError for a grammar that does not compile, or takes too much; RuntimeError after `close`.
+    """
+
+    def __init__(self):
+        self._threads = {kind: ThreadPoolExecutor(THREADS, f"jaxinfer-{kind.name.lower()}") for kind in Kind}
+        self._templates = {kind: Sandbox("render", "The chat template") for kind in (Kind.CHAT, Kind.GIVEN_TEMPLATE)}
+        self._grammars = Sandbox("check", "The grammar")
+        # Without this object itself, which then ends when it is dropped.
+        self.check_grammar = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(_check_grammar, self._grammars))
+
+    def submit[Result](self, kind: Kind, prepare: Callable[[], Result]) -> Future[Result]:
+        """Call a function in a thread of this kind. Raises RuntimeError after `close`."""
+        return self._threads[kind].submit(prepare)
+
+    def renderer(self, kind: Kind) -> Callable[[str, dict[str, Any]], str]:
+        """Return what renders a template in the process of this kind. It raises as `Sandbox.call` does."""
+        sandbox = self._templates[kind]
+        return lambda template, arguments: sandbox.call(template=template, arguments=arguments)
+
+    def close(self) -> None:
+        """End the processes, and the threads once what waits for them has found that its owner is closed."""
+        for sandbox in (*self._templates.values(), self._grammars):
+            sandbox.close()
+        for threads in self._threads.values():
+            threads.shutdown(wait=False)
+
+
+def _check_grammar(sandbox: Sandbox, params: StructuredOutputsParams) -> None:
+    sandbox.call(**grammar_arguments(params))

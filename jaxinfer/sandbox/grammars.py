@@ -1,0 +1,73 @@
+"""Grammars in llguidance's notation, and whether they compile."""
+
+import json
+from typing import Any
+
+import llguidance
+
+LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+"""The limits of a grammar. Messages leave out the parser's internal state."""
+
+
+def check(*, kind: str, value: Any, whitespace_pattern: str | None) -> None:
+    """Raise ValueError for a grammar that no tokens can follow, as far as that shows without a tokenizer.
+
+    Arguments as of `grammar_of`.
+    """
+    try:
+        grammar = grammar_of(kind=kind, value=value, whitespace_pattern=whitespace_pattern)
+        message = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
+    except (ValueError, RecursionError) as error:
+        message = str(error)
+    if message:
+        raise ValueError(f"StructuredOutputsParams.{kind} does not compile: {plain(message)}")
+
+
+def grammar_of(*, kind: str, value: Any, whitespace_pattern: str | None) -> str:
+    """Write a grammar in llguidance's own notation.
+
+    Args:
+      kind: which field of `StructuredOutputsParams` gives it.
+      value: that field: of "choice" a list of texts, of others a text.
+      whitespace_pattern: as of `StructuredOutputsParams`.
+    """
+    match kind:
+        case "json":
+            schema = json.dumps(_without_annotations(json.loads(value)))
+            space = whitespace_pattern
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
+            )
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(value)
+        case "choice":  # one terminal, which is one automaton; as rules, 2000 texts are too many
+            terminal = " | ".join(json.dumps(text) for text in value)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {terminal}")
+        case _:
+            return llguidance.LLMatcher.grammar_from_lark(value)
+
+
+_FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
+"""The formats of a JSON Schema that are enforced; others only describe a value, as all do in the standard."""
+_VALUES = frozenset(("const", "default", "enum", "examples"))
+"""The keys of a JSON Schema whose values are no schemas."""
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Return a schema without formats that llguidance does not know, and would refuse."""
+    if isinstance(schema, list):
+        return [_without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_annotations(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in _FORMATS
+    }
+
+
+def plain(message: str) -> str:
+    """Write an error of llguidance without what its users cannot use."""
+    message = message.removesuffix("\n<non-verbose/>")
+    message = message.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf instead")
+    return "no text fits" if message == "NoExtensionBias" else message
