@@ -1,6 +1,7 @@
 """Memory budgets: one per device and one for the host, shared by all owners in this process."""
 
 import functools
+import math
 import os
 import threading
 import weakref
@@ -191,9 +192,14 @@ class Reservation:
           unused: whether new bytes are not in use yet, and so must be free in the system, too.
           remedy: advice for the error if the bytes do not fit.
 
-        Raises BudgetError, which says who has how much, ValueError for less than 0 bytes or after `release`.
+        Raises BudgetError, which says who has how much, ValueError for less than 0 bytes, NaN and infinity, or after
+        `release`.
         """
         for (budget, tenant), size in sizes.items():
+            if not size < math.inf:  # NaN, too
+                raise ValueError(
+                    f"{self.owner} must take a finite number of bytes of {budget.name} for {tenant}, got {size}."
+                )
             if size < 0:
                 raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
         needed = {place: size for place, size in sizes.items() if size}
