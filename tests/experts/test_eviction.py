@@ -26,7 +26,7 @@ EXAMPLE = graph_of(
 def test_example():
     """C's predecessor Z is not in the pool; then the least used: B, and D, whose predecessor A is there."""
     for need, victims in ((1, ["C"]), (3, ["C", "B"]), (4, ["C", "B", "D"])):
-        pool = ModelPool(0, 6, lambda free, pool: two_stage(free, pool.resident, EXAMPLE))
+        pool = ModelPool(0, 6, lambda free, pool: two_stage(free, pool.resident, EXAMPLE, EXAMPLE.usage))
         for name in "ABCD":
             pool.begin_load(name, EXAMPLE.experts[name].bytes)
             pool.end_load(name, loaded=True)
@@ -39,8 +39,8 @@ def test_ties():
         [("p", "x"), ("p", "y"), ("p", "w")],
     )
     # First stage: larger, less used, name. Second: less used, larger, name.
-    assert two_stage("abcxyw", set("abcxyw"), graph) == ["w", "y", "x", "b", "c", "a"]
-    assert two_stage("abcxyw", set("abcxywp"), graph) == ["b", "c", "a", "w", "y", "x"]
+    assert two_stage("abcxyw", set("abcxyw"), graph, graph.usage) == ["w", "y", "x", "b", "c", "a"]
+    assert two_stage("abcxyw", set("abcxywp"), graph, graph.usage) == ["b", "c", "a", "w", "y", "x"]
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_two_stages_by_brute_force(drawn):
         return ((size, used, x) < (0, 0, y)) if first_stage(x) else ((used, size, x) < (0, 0, y))
 
     right = [order for order in itertools.permutations(free) if all(before(x, y) for x, y in itertools.pairwise(order))]
-    assert [tuple(two_stage(free, resident, graph))] == right
+    assert [tuple(two_stage(free, resident, graph, graph.usage))] == right
 
 
 def test_experts_that_wait_in_a_queue_leave_last():

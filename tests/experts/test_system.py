@@ -178,6 +178,13 @@ def test_a_run_waits_where_too_many_would(board, start):
         check(board, name, value, result)
 
 
+def test_statistics_show_the_usage_of_experts(start):
+    system = start("c0", "c1", "c2")
+    list(system.run(inputs(20, names=("c2",))))
+    assert system.statistics.usage["c2"] > 0.4 > system.statistics.usage["c1"] > 0.2
+    assert system.graph.usage["c2"] == pytest.approx(1 / 3)
+
+
 def test_inputs_that_wait_are_bounded_and_reserved(board, start):
     """As in a `Service`: 10,000 inputs by default, or as many as have 512 MiB; batches that run come on top."""
 
