@@ -2,12 +2,14 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.pool import ModelPool
+from tests.experts.systems import gpu, scheduler
 
 
 def graph_of(experts, rules):
@@ -79,3 +81,23 @@ def test_experts_that_wait_in_a_queue_leave_last():
 
 def test_first_in_first_out():
     assert first_in("abc", {"a": 3, "b": 1, "c": 2}.get) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(("policy", "first"), [("best", "b"), ("paper", "d")])
+def test_what_follows_an_expert_that_is_loaded_stays(policy, first):
+    """d follows a, and b is used least; in the paper's policy only experts that are loaded lead to others."""
+    system = scheduler("adcb", gpu(2), policy=policy, rules=["ad"], placed=False)
+    manager, (executor,) = system.manager, system.executors
+    for name in "db":
+        manager.end_load(manager.begin_load(executor, name), loaded=True)
+    assert [left.expert for left in manager.begin_load(executor, "a").evictions] == [first]
+
+
+@pytest.mark.parametrize(("policy", "first"), [("best", "b"), ("paper", "d")])
+def test_what_follows_an_expert_that_is_being_loaded_stays(policy, first):
+    system = scheduler("adcb", gpu(3), policy=policy, rules=["ad"], placed=False)
+    manager, (executor,) = system.manager, system.executors
+    for name in "db":
+        manager.end_load(manager.begin_load(executor, name), loaded=True)
+    assert not manager.begin_load(executor, "a").evictions
+    assert [left.expert for left in manager.begin_load(executor, "c").evictions] == [first]

@@ -13,7 +13,7 @@ def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph, usage
 
     Args:
       free: the experts that may leave.
-      resident: all experts in the pool.
+      resident: all experts in the pool, or expected there.
       graph: the experts' predecessors and bytes.
       usage: a number for each expert, larger for those that are used more.
     """

@@ -330,7 +330,7 @@ class ExpertManager:
                 return two_stage(free, pool.resident, self.graph, self._usage)
             case "queue_aware":
                 users = [x for x in self.executors if x.pool is pool]
-                return queue_aware(two_stage(free, pool.resident, self.graph, self._usage), _next_uses(users))
+                return queue_aware(two_stage(free, pool.expected, self.graph, self._usage), _next_uses(users))
 
     def _host_order(self, free: list[str]) -> list[str]:
         if self.policy.evict != "queue_aware":
