@@ -44,6 +44,7 @@ FLAGS = {
     "counts_batches": {"counts_batches": True},
     "avoids_padding": {"avoids_padding": True},
     "max_age": {"max_age": 30.0},
+    "learns_usage": {"learns_usage": True},
 }
 """The changes of each of our flags."""
 BATCHES = (1, 2, 4, 8)

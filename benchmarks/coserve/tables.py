@@ -29,6 +29,14 @@ NAMES = {
     "best": "ours",
 }
 
+EVICTS_BY = {
+    "as configured": "the configured usage (`learns_usage = false`)",
+    "learned": "learned usage (`best`)",
+    "lru": 'last use (`evict = "lru"`)',
+    "paper": "the configured usage (`paper`)",
+}
+"""The names of the policies in the table of drifting popularity."""
+
 
 def print_tables(rows: Rows) -> None:
     """Print all tables that have rows."""
@@ -68,6 +76,12 @@ def tables(rows: Rows) -> dict[str, str]:
             ("flag",),
             ("how", "task"),
             lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}",
+        ),
+        "Loads from disk / seconds until 99% of the inputs are judged (simulated)": lines(
+            [{**row, "evicts by": EVICTS_BY[row["policy"]]} for row in figure_rows(rows, "drift")],
+            ("evicts by",),
+            "popularity",
+            lambda row: f"{row['disk_loads']:.0f} / {row['p99']:.2f}",
         ),
         "Real systems on this machine": table(
             ["loading", "pixels", "inputs", "system", "inputs/s", "simulated", "loads from disk + host", "memory"],

@@ -39,7 +39,7 @@ from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.progress import ProgressOption, current_progress, showing
-from jaxinfer.serving.budget import Budget, Reservation, sizes_of
+from jaxinfer.serving.budget import Budget, Reservation, default_max_waiting, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.lifecycle import Closeable, check_timeout
@@ -48,9 +48,6 @@ from jaxinfer.streaming.config import parse_bytes
 log = logging.getLogger(__name__)
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
-
-MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
-"""Maximum number of waiting queries, and of the bytes of their images."""
 
 PLAN_SECONDS = 0.01
 """Seconds that planning may take between batches before a simpler rule decides."""
@@ -94,8 +91,8 @@ class Service(Closeable):
       max_classes: maximum number of classes of a task.
       policy: makes the policy that decides, from the profile, which queries run next and at which level; it follows
         changes of the profile.
-      max_waiting: waiting queries beyond which more are refused. None: `MAX_WAITING`, or as many as have images of
-        `WAITING_BYTES` together.
+      max_waiting: waiting queries beyond which more are refused. None: 10,000, or as many as have images of 512 MiB
+        together.
       device_memory: memory for the model, its tasks and the two batches in flight: bytes, or such as "8GiB"; if
         `max_batch` does not fit, batches are smaller, which shows when their programs are compiled. None: any.
       progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
@@ -127,7 +124,7 @@ class Service(Closeable):
             self._progress = current_progress()
         config = require_vit(model.folder, model.config)
         if max_waiting is None:
-            max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // image_bytes(config)))
+            max_waiting = default_max_waiting(image_bytes(config))
         for name, value in (
             ("max_batch", max_batch),
             ("max_tasks", max_tasks),

@@ -127,7 +127,8 @@ class SystemConfig:
       policy: the scheduler's policy.
       host_memory: bytes of the host cache, where the policy uses one.
       max_batch: the largest batch.
-      max_queued: waiting requests beyond which inputs are refused; None: no limit.
+      max_queued: waiting requests beyond which inputs are refused; None: 10,000, or as many as have inputs of 512 MiB
+        together.
       dtype: the experts' matrices' dtype; None: as stored, but float32 on a CPU.
     """
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import weakref
 from collections import Counter, defaultdict
@@ -28,7 +29,16 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.hub import HubName, resolve
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.progress import ProgressOption, current_progress, long_work, showing
-from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
+from jaxinfer.serving.budget import (
+    Budget,
+    BudgetError,
+    Offer,
+    Reservation,
+    budget_of,
+    default_max_waiting,
+    host_budget,
+    sizes_of,
+)
 from jaxinfer.serving.heap import map_large_arrays
 
 log = logging.getLogger(__name__)
@@ -53,6 +63,7 @@ class OpenedSystem:
       broken: the errors of the others.
       graph: which expert follows which, and each one's usage.
       devices: each executor's device.
+      max_queued: waiting requests beyond which inputs are refused.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
@@ -76,7 +87,11 @@ class OpenedSystem:
             self._progress = current_progress()  # also for work that begins later
             self._open()
         all_experts = sum(self._template_of(name).architecture.bytes for name in self._configs)
-        self._reservation = _reserve(config, self.devices, all_experts, self._managers)
+        kinds = [self._template_of(each.expert).kind for each in config.inputs]
+        largest = max(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
+        self.max_queued = config.max_queued or default_max_waiting(largest)
+        in_memory = self.max_queued + len(self.devices) * config.max_batch  # those in batches do not wait
+        self._reservation = _reserve(config, self.devices, all_experts, in_memory * largest, self._managers)
         self.graph = config.graph(self._info)
         self.check_memory()
 
@@ -97,7 +112,7 @@ class OpenedSystem:
 
         Args:
           policy: replaces the config's.
-          may_refuse: whether it refuses requests beyond the config's `max_queued`.
+          may_refuse: whether it refuses requests beyond `max_queued`.
         """
         config = self.config
         made = self._scheduler_type(
@@ -106,7 +121,7 @@ class OpenedSystem:
             self._executors(),
             policy or config.policy,
             host_bytes=config.host_memory,
-            max_queued=config.max_queued if may_refuse else None,
+            max_queued=self.max_queued if may_refuse else None,
         )
         if not self._managers:
             self._managers.append(made.manager)
@@ -309,12 +324,17 @@ class OpenedSystem:
 
 
 def _reserve(
-    config: SystemConfig, devices: Sequence[Any], all_experts: int, managers: Sequence[ExpertManager]
+    config: SystemConfig,
+    devices: Sequence[Any],
+    all_experts: int,
+    inputs: int,
+    managers: Sequence[ExpertManager],
 ) -> Reservation:
     """Reserve all that could be used of the memory given, on all devices and on the host.
 
     Args:
       all_experts: bytes of all experts together, which no pool exceeds.
+      inputs: bytes of the inputs that may be in memory.
       managers: the first one, once it exists, says which experts could leave.
 
     Raises ConfigError where a device or the host has less memory.
@@ -332,7 +352,10 @@ def _reserve(
     if config.policy.host_cache:
         sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts)
         offers[host_budget(), "host cache"] = lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0)
-    remedy = "give executors and the host cache less (expert_memory, activation_memory, host_memory)"
+    sizes[host_budget(), "inputs that wait"] = inputs
+    remedy = (
+        "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_queued"
+    )
     try:
         reservation.resize(sizes, offers=offers, unused=True, remedy=remedy)
     except BudgetError as error:

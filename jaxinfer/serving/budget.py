@@ -1,6 +1,7 @@
 """Memory budgets: one per device and one for the host, shared by all owners in this process."""
 
 import functools
+import math
 import os
 import threading
 import weakref
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 HOST = "the host"
 """The name of the host's memory, which CPU devices share."""
+
+MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
+"""Defaults of the maximum number of waiting requests, and of the bytes of their inputs."""
 
 _lock = threading.RLock()  # for all reservations; reentrant, as a signal's handler may take it again
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -188,9 +192,14 @@ class Reservation:
           unused: whether new bytes are not in use yet, and so must be free in the system, too.
           remedy: advice for the error if the bytes do not fit.
 
-        Raises BudgetError, which says who has how much, ValueError for less than 0 bytes or after `release`.
+        Raises BudgetError, which says who has how much, ValueError for less than 0 bytes, NaN and infinity, or after
+        `release`.
         """
         for (budget, tenant), size in sizes.items():
+            if not size < math.inf:  # NaN, too
+                raise ValueError(
+                    f"{self.owner} must take a finite number of bytes of {budget.name} for {tenant}, got {size}."
+                )
             if size < 0:
                 raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
         needed = {place: size for place, size in sizes.items() if size}
@@ -239,6 +248,15 @@ def _by_budget(sizes: Sizes) -> Counter[Budget]:
 
 def _lacks(more: int, *rooms: int | None) -> bool:
     return more > 0 and any(room is not None and more > room for room in rooms)
+
+
+def default_max_waiting(input_bytes: int) -> int:
+    """The requests that may wait by default: `MAX_WAITING`, or as many as have inputs of `WAITING_BYTES`.
+
+    Args:
+      input_bytes: the bytes of one request's input. Even if it is larger than `WAITING_BYTES`, one may wait.
+    """
+    return max(1, min(MAX_WAITING, WAITING_BYTES // input_bytes))
 
 
 # The budgets of this process

@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import statistics
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks.coserve import decisions, real
+from benchmarks.coserve import decisions, drift, real
 from benchmarks.coserve.boards import inputs_of
 from benchmarks.coserve.machines import NUMA, UMA, best_layout, casual, executors, largest_pool, profiles
 from benchmarks.coserve.real import LOAD_BOUND, Runs
@@ -69,6 +70,7 @@ def test_all_figures(tmp_path, monkeypatch):
     assert len(names) == len(report.checks) == 22
     assert {"uma_switch_cut", "uma_worst_speedup", "switches_saved_vs_casual", "paper_vs_grouping_baseline"} <= names
     add_real(report)
+    drift.measure(report, quick=True)
     draw_all(report.result(), tmp_path)
     plots = ["ablation.svg", "measured.svg", "rates.svg", "sweeps.svg", "throughput.svg"]
     assert sorted(file.name for file in tmp_path.iterdir()) == plots
@@ -97,6 +99,27 @@ def given(mode, setting=LOAD_BOUND, *, wrong=False):
     predicted = {"throughput": 22.0, "loads": {"disk": 40, "host": 9}, "p99": 2.1}
     found["predicted"] = predicted | {"profiles": {"classifier on cpu": profile}}
     return found | {"replayed": dict(found), "curve": [[1, 0.1, 0.2], [10, 0.3, 0.9]], "highest": 10.0}
+
+
+def test_drift(monkeypatch):
+    """Popularity stays or changes, and usage that is not learned fails the check of changing popularity."""
+    monkeypatch.setattr(drift, "SEEDS", range(2))
+    fixed, drifting = (drift.make_trace(0, drifts=drifts) for drifts in (False, True))
+    assert len(fixed) == len(drifting) == drift.INPUTS
+    assert fixed[: drift.PHASE] == drifting[: drift.PHASE]
+    assert most_common(fixed[-drift.PHASE :]) == most_common(fixed) != most_common(drifting[-drift.PHASE :])
+    assert fixed[-1].arrival == pytest.approx(drift.INPUTS / drift.RATE, rel=0.1)
+    for changes, verdicts in (({}, (True, True)), ({"learned": drift.COMPARED["as configured"]}, (True, False))):
+        monkeypatch.setattr(drift, "COMPARED", drift.COMPARED | changes)
+        report = Report()
+        drift.measure(report)
+        assert tuple(check.met for check in report.checks) == verdicts
+        (text,) = [text for title, text in tables(report.rows).items() if title.startswith("Loads from disk")]
+        assert "learned usage (`best`)" in text
+
+
+def most_common(trace):
+    return Counter(item.experts[0] for item in trace).most_common(1)[0][0]
 
 
 def add_real(report, **options):

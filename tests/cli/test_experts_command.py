@@ -113,6 +113,7 @@ def test_plan(board):
     output = invoke("plan", board, "--requests", 100, "--interval-ms", 0.01, "--top", 2).stdout
     assert "The 2 most used of 3 experts" in output
     assert "75.0%" in output
+    assert re.search(r"inputs +learned +weights", output)
     assert "any scheduler needs at least 0" in output
     rates = re.findall(r"^ \d+ to \d+% +(?:\d+ to )?(\d+) +([\d,.]+) $", output, re.MULTILINE)
     best = max(rates, key=lambda row: float(row[1].replace(",", "")))[0]

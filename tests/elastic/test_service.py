@@ -613,7 +613,7 @@ def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
     opened = functools.partial(Service.from_checkpoint, vit, repository=registered, **options)
     assert opened()._max_waiting == 10_000
     assert opened(max_waiting=7)._max_waiting == 7
-    monkeypatch.setattr("jaxinfer.elastic.service.WAITING_BYTES", 2 * SIZE**2 * 3)
+    monkeypatch.setattr("jaxinfer.serving.budget.WAITING_BYTES", 2 * SIZE**2 * 3)
     with opened(policy=lambda profile: Held(profile, 0)) as found:
         found.measure_latency()
         image = stripes(1).images[0]

@@ -2,12 +2,14 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.pool import ModelPool
+from tests.experts.systems import gpu, scheduler
 
 
 def graph_of(experts, rules):
@@ -26,7 +28,7 @@ EXAMPLE = graph_of(
 def test_example():
     """C's predecessor Z is not in the pool; then the least used: B, and D, whose predecessor A is there."""
     for need, victims in ((1, ["C"]), (3, ["C", "B"]), (4, ["C", "B", "D"])):
-        pool = ModelPool(0, 6, lambda free, pool: two_stage(free, pool.resident, EXAMPLE))
+        pool = ModelPool(0, 6, lambda free, pool: two_stage(free, pool.resident, EXAMPLE, EXAMPLE.usage))
         for name in "ABCD":
             pool.begin_load(name, EXAMPLE.experts[name].bytes)
             pool.end_load(name, loaded=True)
@@ -39,8 +41,8 @@ def test_ties():
         [("p", "x"), ("p", "y"), ("p", "w")],
     )
     # First stage: larger, less used, name. Second: less used, larger, name.
-    assert two_stage("abcxyw", set("abcxyw"), graph) == ["w", "y", "x", "b", "c", "a"]
-    assert two_stage("abcxyw", set("abcxywp"), graph) == ["b", "c", "a", "w", "y", "x"]
+    assert two_stage("abcxyw", set("abcxyw"), graph, graph.usage) == ["w", "y", "x", "b", "c", "a"]
+    assert two_stage("abcxyw", set("abcxywp"), graph, graph.usage) == ["b", "c", "a", "w", "y", "x"]
 
 
 @st.composite
@@ -69,7 +71,7 @@ def test_two_stages_by_brute_force(drawn):
         return ((size, used, x) < (0, 0, y)) if first_stage(x) else ((used, size, x) < (0, 0, y))
 
     right = [order for order in itertools.permutations(free) if all(before(x, y) for x, y in itertools.pairwise(order))]
-    assert [tuple(two_stage(free, resident, graph))] == right
+    assert [tuple(two_stage(free, resident, graph, graph.usage))] == right
 
 
 def test_experts_that_wait_in_a_queue_leave_last():
@@ -79,3 +81,23 @@ def test_experts_that_wait_in_a_queue_leave_last():
 
 def test_first_in_first_out():
     assert first_in("abc", {"a": 3, "b": 1, "c": 2}.get) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(("policy", "first"), [("best", "b"), ("paper", "d")])
+def test_what_follows_an_expert_that_is_loaded_stays(policy, first):
+    """d follows a, and b is used least; in the paper's policy only experts that are loaded lead to others."""
+    system = scheduler("adcb", gpu(2), policy=policy, rules=["ad"], placed=False)
+    manager, (executor,) = system.manager, system.executors
+    for name in "db":
+        manager.end_load(manager.begin_load(executor, name), loaded=True)
+    assert [left.expert for left in manager.begin_load(executor, "a").evictions] == [first]
+
+
+@pytest.mark.parametrize(("policy", "first"), [("best", "b"), ("paper", "d")])
+def test_what_follows_an_expert_that_is_being_loaded_stays(policy, first):
+    system = scheduler("adcb", gpu(3), policy=policy, rules=["ad"], placed=False)
+    manager, (executor,) = system.manager, system.executors
+    for name in "db":
+        manager.end_load(manager.begin_load(executor, name), loaded=True)
+    assert not manager.begin_load(executor, "a").evictions
+    assert [left.expert for left in manager.begin_load(executor, "c").evictions] == [first]

@@ -33,9 +33,11 @@ from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling import scheduler
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 from jaxinfer.experts.system import IN_FLIGHT, System
+from jaxinfer.serving.errors import OverloadedError
 from tests.experts.boards import (
     CLASSIFIERS,
     COSTS,
+    SIZE,
     answers,
     architecture,
     config,
@@ -45,6 +47,7 @@ from tests.experts.boards import (
     save_encoder,
 )
 
+OWNER = "System of experts"
 ALONE = dataclasses.replace(COSTS, max_batch=1)
 """One program for each architecture."""
 
@@ -111,9 +114,9 @@ def test_budgets_say_what_experts_take_and_could_give_back(start):
     system = start("c0", "c1", "c2", slots=2, executors=2, host=1)
     budget = system.budgets["the host"]
     list(system.run(inputs(20, names=("c0", "c1", "c2"))))
-    experts, *others = [held for held in budget.holdings if held.owner == "System of experts"]
+    experts, *others = [held for held in budget.holdings if held.owner == OWNER]
     sizes = [expert.bytes for expert in system.graph.experts.values()]
-    assert [held.tenant for held in (experts, *others)] == ["experts", "host cache"]
+    assert [held.tenant for held in (experts, *others)] == ["experts", "host cache", "inputs that wait"]
     assert sum(held.bytes for held in (experts, *others)) <= budget.reserved <= budget.capacity
     assert experts.bytes == min(2 * max(sizes), sum(sizes)) * 2
     assert 0 < experts.offer.bytes <= experts.bytes
@@ -173,6 +176,53 @@ def test_a_run_waits_where_too_many_would(board, start):
     given = inputs(50)
     for (name, value), result in zip(given, system.run(iter(given)), strict=True):
         check(board, name, value, result)
+
+
+def test_statistics_show_the_usage_of_experts(start):
+    system = start("c0", "c1", "c2")
+    list(system.run(inputs(20, names=("c2",))))
+    assert system.statistics.usage["c2"] > 0.4 > system.statistics.usage["c1"] > 0.2
+    assert system.graph.usage["c2"] == pytest.approx(1 / 3)
+
+
+def test_inputs_that_wait_are_bounded_and_reserved(board, start):
+    """As in a `Service`: 10,000 inputs by default, or as many as have 512 MiB; batches that run come on top."""
+
+    def waiting(system):
+        return {held.tenant: held.bytes for held in system.budgets["the host"].holdings if held.owner == OWNER}
+
+    system = start("c0", "e0", executors=2, slots=20)
+    assert system.max_queued == 10_000
+    assert waiting(system)["inputs that wait"] == (10_000 + 2 * 2) * SIZE * SIZE * 3
+    system.close()
+    assert not system.budgets
+    system = start("e0", max_queued=7, slots=20)
+    assert waiting(system)["inputs that wait"] == (7 + 2) * 12 * 4  # token ids, int32
+    large = ExpertConfig(name="c0", checkpoint=board / "c0", image_size=(4096, 4096))
+    assert start("c0", experts=(large,)).max_queued == (512 << 20) // (4096 * 4096 * 3)
+
+
+def test_more_inputs_than_may_wait_by_default_are_refused(start, gate, monkeypatch):
+    monkeypatch.setattr("jaxinfer.serving.budget.WAITING_BYTES", 2 * SIZE * SIZE * 3)
+    system = start("c0")
+
+    def submit(number):
+        try:
+            return system.submit("c0", image(number))
+        except OverloadedError as error:
+            return error
+
+    outcomes = [submit(number) for number in range(5)]  # two wait, and up to two are in the batch that has begun
+    gate.set()
+    refused = [outcome for outcome in outcomes if isinstance(outcome, OverloadedError)]
+    assert 1 <= len(refused) <= 3
+    assert all("2 requests wait, the limit is 2; try again in" in str(error) for error in refused)
+    assert all(future.result(60).verdict for future in outcomes if future not in refused)
+
+
+def test_inputs_that_wait_need_memory(start):
+    with pytest.raises(ConfigError, match=r"inputs that wait .*: give .* less .*, or lower max_queued"):
+        start("c0", max_queued=1 << 50)
 
 
 @pytest.fixture

@@ -207,6 +207,15 @@ def test_less_than_nothing_is_refused(size):
         Reservation("LLM a").resize({(Budget("the host", 1), "weights"): size})
 
 
+@pytest.mark.parametrize("size", [float("nan"), float("inf")])
+@pytest.mark.parametrize("capacity", [10, None])
+def test_what_is_no_number_of_bytes_is_refused(size, capacity):
+    budget, owner = Budget("the host", capacity), Reservation("LLM a")
+    with pytest.raises(ValueError, match=f"LLM a must take a finite number of bytes of the host .*, got {size}"):
+        owner.resize({(budget, "weights"): size})
+    assert budget.reserved == 0
+
+
 def test_cpus_have_the_hosts_memory():
     first, second = jax.local_devices(backend="cpu")[:2]
     assert budget_of(first) is budget_of(second) is host_budget()

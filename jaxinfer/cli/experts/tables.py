@@ -72,14 +72,18 @@ def _profile_table(opened: OpenedSystem, measured: Mapping[tuple[str, str], Meas
 
 
 def usage_table(opened: OpenedSystem, expected: Forecast, top: int) -> Table:
-    """Return a table of the most used experts, and which pools have them at the start."""
+    """Return a table of the most used experts, and which pools have them at the start.
+
+    The share of inputs that reach an expert is the configured one, and the one learned by the end of the trace.
+    """
     graph = opened.graph
     title = f"The {min(top, len(graph.experts))} most used of {len(graph.experts)} experts"
-    made = table("expert", "architecture", "in pools", "inputs", "weights", figures=2, title=title)
+    made = table("expert", "architecture", "in pools", "inputs", "learned", "weights", figures=3, title=title)
     for name in graph.by_usage[:top]:
         expert = graph.experts[name]
         pools = ", ".join(str(pool) for pool, names in expected.placed.items() if name in names)
-        made.add_row(name, expert.architecture, pools or "-", f"{graph.usage[name]:.1%}", decimal(expert.bytes))
+        shares = (f"{usage[name]:.1%}" for usage in (graph.usage, expected.outcome.statistics.usage))
+        made.add_row(name, expert.architecture, pools or "-", *shares, decimal(expert.bytes))
     return made
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from jaxinfer.experts.scheduling.experts import ExpertGraph
 
 
-def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph) -> list[str]:
+def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph, usage: Mapping[str, float]) -> list[str]:
     """Sort experts in CoServe's order of eviction.
 
     Subsequent experts without a predecessor in the pool come first, the largest first: nothing can lead to them soon.
@@ -13,10 +13,11 @@ def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph) -> li
 
     Args:
       free: the experts that may leave.
-      resident: all experts in the pool.
-      graph: the experts' predecessors and usage.
+      resident: all experts in the pool, or expected there.
+      graph: the experts' predecessors and bytes.
+      usage: a number for each expert, larger for those that are used more.
     """
-    free, experts, usage = list(free), graph.experts, graph.usage
+    free, experts = list(free), graph.experts
     independent = [name for name in free if graph.predecessors[name] and not graph.predecessors[name] & resident]
     first = sorted(independent, key=lambda name: (-experts[name].bytes, usage[name], name))
     others = sorted(set(free) - set(first), key=lambda name: (usage[name], -experts[name].bytes, name))

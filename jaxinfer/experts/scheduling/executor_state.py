@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.pool import ModelPool
@@ -75,6 +76,7 @@ class ExpertStatistics(Statistics):
       managing_seconds: CPU time of all other decisions: which batches and loads begin, which experts leave.
       running_seconds: time of batches, summed over executors.
       loading_seconds: time of loads, summed over executors.
+      usage: the share of recent inputs that reaches each expert, in any mode.
     """
 
     loads: Counter[Tier] = dataclasses.field(default_factory=Counter)
@@ -85,6 +87,7 @@ class ExpertStatistics(Statistics):
     managing_seconds: float = 0.0
     running_seconds: float = 0.0
     loading_seconds: float = 0.0
+    usage: Mapping[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def switches(self) -> int:

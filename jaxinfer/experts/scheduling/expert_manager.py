@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from jaxinfer.experts.errors import ConfigError, ProfileError
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
@@ -14,6 +14,7 @@ from jaxinfer.experts.scheduling.pool import ModelPool
 from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
 from jaxinfer.experts.scheduling.queue import ExecutorQueue
 from jaxinfer.experts.scheduling.request import Evict, Eviction, Load
+from jaxinfer.experts.scheduling.usage import LearnedUsage
 from jaxinfer.serving.budget import Offer
 from jaxinfer.streaming.residents import Residents
 
@@ -33,6 +34,7 @@ class ExpertManager:
     Attributes:
       pools: all pools; executors with a shared pool have the same one.
       executors: the executors' states.
+      usage: how often each expert is used, learned from requests.
       statistics: the counters.
 
     Raises ConfigError or ProfileError if there is an expert that can never run.
@@ -47,7 +49,8 @@ class ExpertManager:
         *,
         host_bytes: int,
     ):
-        self.graph, self.profiles, self.policy, self.statistics = graph, profiles, policy, ExpertStatistics()
+        self.graph, self.profiles, self.policy, self.usage = graph, profiles, policy, LearnedUsage(graph.usage)
+        self.statistics = ExpertStatistics(usage=self.usage)
         configs = list(executors)
         if not configs:
             raise ConfigError("there are no executors.")
@@ -324,15 +327,20 @@ class ExpertManager:
             case "fifo":
                 return first_in(free, pool.load_order)
             case "two_stage":
-                return two_stage(free, pool.resident, self.graph)
+                return two_stage(free, pool.resident, self.graph, self._usage)
             case "queue_aware":
                 users = [x for x in self.executors if x.pool is pool]
-                return queue_aware(two_stage(free, pool.resident, self.graph), _next_uses(users))
+                return queue_aware(two_stage(free, pool.expected, self.graph, self._usage), _next_uses(users))
 
     def _host_order(self, free: list[str]) -> list[str]:
         if self.policy.evict != "queue_aware":
             return free
-        return queue_aware(two_stage(free, set(), self.graph), _next_uses(self.executors))
+        return queue_aware(two_stage(free, set(), self.graph, self._usage), _next_uses(self.executors))
+
+    @property
+    def _usage(self) -> Mapping[str, float]:
+        """Numbers by which experts leave: larger for experts that are used more."""
+        return self.usage.scores if self.policy.learns_usage else self.graph.usage
 
     def profile(self, executor: ExecutorState, name: str) -> Profile:
         """The profile of an expert on an executor."""

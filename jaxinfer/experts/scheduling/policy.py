@@ -28,6 +28,7 @@ class Policy:
         25% padding.
       max_age: a request does not overtake one that arrived more than this many seconds earlier, so that none starves;
         None: no limit (the paper's "window" has no end).
+      learns_usage: whether experts leave by their usage in recent inputs, rather than by the configured one.
       by_deadline: whether a group whose deadline can be met, but not in its turn, runs first, earliest deadline first.
     """
 
@@ -43,6 +44,7 @@ class Policy:
     counts_batches: bool = False
     avoids_padding: bool = False
     max_age: float | None = None
+    learns_usage: bool = False
     by_deadline: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ POLICIES = {
         resident_first=True,
         avoids_padding=True,
         max_age=30.0,
+        learns_usage=True,
         by_deadline=True,
     ),
 }

@@ -55,6 +55,11 @@ class ModelPool:
         return {name for name in self._residents if name not in self.loading and name not in self._reserved}
 
     @property
+    def expected(self) -> Set[str]:
+        """The experts that are loaded or being loaded and, while room is made, those that it is made for."""
+        return {name for name in self._residents if name not in self._reserved} | self._keep
+
+    @property
     def unused(self) -> list[str]:
         """The loaded experts that nothing needs now."""
         return self._residents.unpinned
@@ -80,7 +85,7 @@ class ModelPool:
 
         Returns None, and changes nothing, if there is no room besides experts in use, being loaded, or in `keep`.
         """
-        victims = self._make_room(size, keep)
+        victims = self._make_room(size, [name, *keep])
         if victims is not None:
             self._residents.add(name, None, size)
             self._residents.pin(name)

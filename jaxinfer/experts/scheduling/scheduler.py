@@ -102,6 +102,7 @@ class Scheduler:
     def admit(self, request: Request, now: float) -> int:
         """Assign a request that was checked; return the executor's index. Raises RoutingError, LoadError as `check`."""
         index = self._assign(request, self.graph.require(request.expert), now)
+        self.manager.usage.add(request)
         if request.deadline is not None:
             self._note_deadline(request, request.deadline)
         return index
