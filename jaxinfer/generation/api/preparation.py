@@ -31,7 +31,8 @@ class Preparation:
     One that never ends, or takes gigabytes, ends with its process.
 
     Attributes:
-      check_grammar: raises ValueError for a grammar that does not compile, or takes too much; RuntimeError after `close`.
+      check_grammar: tries a grammar. Raises ValueError if it does not compile or takes too much; RuntimeError after
+        `close`.
     """
 
     def __init__(self):
