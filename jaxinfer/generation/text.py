@@ -1,6 +1,7 @@
 """Conversion between text and token ids: prompts, the tokenizer of a model directory, text that grows by tokens."""
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack, cast
@@ -37,13 +38,25 @@ class TruncationOptions(TypedDict, total=False):
     truncation_side: TruncationSide
 
 
+@contextlib.contextmanager
+def panics_named() -> Iterator[None]:
+    """Raise ValueError for a panic of the tokenizers library, which is no Exception and would end a whole thread."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"tokenizer.json is damaged, or the tokenizers library has a mistake: {error}") from error
+
+
 class Tokenizer:
     """A model directory's `tokenizer.json`, with its chat templates if it has any."""
 
     def __init__(self, folder: Path):
         if (content := read_file(folder, TOKENIZER)) is None:
             raise ValueError(f"{folder}: no {TOKENIZER}; send token ids, or convert the model with its tokenizer.")
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        with panics_named():
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
@@ -121,7 +134,8 @@ class Tokenizer:
                 f"Character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair, which no "
                 "tokenizer can read: leave it out."
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        with panics_named():
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_word(self, text: str) -> list[int]:
         """Encode a part of a text, without special tokens."""
@@ -129,7 +143,8 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids, by default without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        with panics_named():
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]) -> list[int]:
         """Encode a conversation, by `ChatTemplates.render`."""

@@ -13,6 +13,8 @@ from typing import ClassVar
 
 MAX_LAYERS = 4096
 """A config with more is damaged: it would take the memory of the machine before a weight is found missing."""
+MAX_EXPERTS = 2**17
+"""Likewise of experts, in all layers together."""
 
 
 class NormKind(enum.StrEnum):
@@ -453,6 +455,9 @@ class DecoderConfig(_TransformerConfig):
         scope = self.attention.qk_norm_scope
         if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
             raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
+        experts = sum(moe.router.experts for layer in range(self.layers) if (moe := self.mlp_in(layer).moe) is not None)
+        if experts > MAX_EXPERTS:
+            raise ValueError(f"DecoderConfig has {experts} experts; models of at most {MAX_EXPERTS} are known.")
         if self.moe_layers and self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
             raise ValueError(f"DecoderConfig.block={self.block} is not implemented with experts; use sequential.")
         if self.residual_scale != 1.0 and self.block is not BlockKind.SEQUENTIAL:

@@ -33,8 +33,18 @@ def inputs_at_once(token_bytes: int) -> int | None:
 
 
 def open_mesh(mesh: AnyMesh) -> Mesh | MeshConfig | MeshFile | None:
-    """Read the file of a mesh that is named by its path; return any other mesh as it is."""
-    return read_mesh(mesh) if isinstance(mesh, (str, os.PathLike)) else mesh
+    """Read the file of a mesh that is named by its path; return any other mesh as it is.
+
+    Raises ValueError for something else.
+    """
+    if isinstance(mesh, (str, os.PathLike)):
+        return read_mesh(mesh)
+    if mesh is not None and not isinstance(mesh, Mesh | MeshConfig | MeshFile):
+        raise ValueError(
+            f"mesh must be a MeshConfig, such as MeshConfig(data=2), a jax.sharding.Mesh, or the path of a TOML file; "
+            f"got {mesh!r}."
+        )
+    return mesh
 
 
 def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None, ShardingRules]:

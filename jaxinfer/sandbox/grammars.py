@@ -9,7 +9,7 @@ LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 """The limits of a grammar. Messages leave out the parser's internal state."""
 
 
-def check(*, kind: str, value: Any, whitespace_pattern: str | None) -> None:
+def check_grammar(*, kind: str, value: Any, whitespace_pattern: str | None) -> None:
     """Raise ValueError for a grammar that no tokens can follow, as far as that shows without a tokenizer.
 
     Arguments as of `grammar_of`.

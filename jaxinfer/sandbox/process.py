@@ -30,37 +30,39 @@ class Sandbox:
     Args:
       function: the name of a function that `program.find` knows.
       what: what it works on, as the subject of an error.
+      seconds: how long a call may take; None: `SECONDS`.
+      memory_bytes: the bytes that the process may take beyond those it starts with.
     """
 
-    def __init__(self, function: str, what: str):
-        self._function, self._what = function, what
+    def __init__(self, function: str, what: str, *, seconds: float | None = None, memory_bytes: int = MEMORY_BYTES):
+        self._function, self._what, self._seconds, self._memory_bytes = function, what, seconds, memory_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
-        self._closed = False
+        self._closed, self._owner = False, os.getpid()
 
     def call(self, **arguments: Any) -> Any:
         """Call the function. Arguments and result are JSON.
 
-        Raises ValueError as the function does, and if it takes more than `SECONDS` or `MEMORY_BYTES`; RuntimeError
-        after `close`.
+        Raises ValueError as the function does, and if it takes too long or too much memory; RuntimeError after `close`.
         """
         request = json.dumps(arguments).encode() + b"\n"
+        seconds = self._seconds or SECONDS
         with self._lock:
             try:
                 self._check_open()
-                reply = json.loads(_exchange(self._running(), request, SECONDS))
+                reply = json.loads(_exchange(self._running(), request, seconds))
             except Exception as error:
                 self._stop()
                 self._check_open()
                 if isinstance(error, TimeoutError):
-                    raise ValueError(f"{self._what} takes more than {SECONDS:g} s.") from None
+                    raise ValueError(f"{self._what} takes more than {seconds:g} s.") from None
                 raise ValueError(f"{self._what} cannot be used: {error}.") from error
             except BaseException:  # its answer would be taken for that of the next call
                 self._stop()
                 raise
         if reply.get("error") == "MemoryError":
-            raise ValueError(f"{self._what} takes more than {decimal(MEMORY_BYTES)}.")
+            raise ValueError(f"{self._what} takes more than {decimal(self._memory_bytes)}.")
         if "error" in reply:
             raise ValueError(reply["error"])
         return reply["result"]
@@ -79,12 +81,14 @@ class Sandbox:
 
     def _running(self) -> "subprocess.Popen[bytes]":
         """The process, started if there is none."""
+        if self._owner != os.getpid():  # this process was forked, and the sandbox is that of another
+            self._process, self._owner = None, os.getpid()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxinfer.sandbox.program", self._function],
+            [sys.executable, "-P", "-m", "jaxinfer.sandbox.program", self._function, str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # where a library that runs out of memory says so
@@ -93,7 +97,7 @@ class Sandbox:
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for its owner
         )
-        self._end = weakref.finalize(self, _end_process, process)
+        self._end = weakref.finalize(self, _end_process, process, os.getpid())
         self._check_open()  # `close` may have found no process
         _exchange(process, b"{}\n", START_SECONDS)  # which it cannot take, and says so
         return process
@@ -120,7 +124,10 @@ def _exchange(process: "subprocess.Popen[bytes]", request: bytes, seconds: float
     return b"".join(parts)
 
 
-def _end_process(process: "subprocess.Popen[bytes]") -> None:
+def _end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End a process, but not that of the process that this one was forked from."""
+    if os.getpid() != owner:
+        return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

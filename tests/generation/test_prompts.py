@@ -1,5 +1,6 @@
 """What a prompt can be, and what is refused by its place among the prompts."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -145,3 +146,13 @@ def test_what_is_no_logits_processor(model_dir, options, message):
 def test_passes_of_a_stream(llm, wrong):
     with pytest.raises(ValueError, match=r"max_passes must be an integer >= 1, below .*, got"):
         next(llm.stream("a", ONE, max_passes=wrong))
+
+
+def test_a_tokenizer_that_panics_is_an_error_like_others(tmp_path):
+    """A mistake of the library: an empty pattern, of which it finds more places than the text has."""
+    parts = json.loads((DEMO / "tokenizer.json").read_text())
+    parts["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "y"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    tokenizer = Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer.json is damaged, or the tokenizers library has a mistake: index"):
+        tokenizer.encode("hello world")

@@ -225,6 +225,20 @@ def test_unreadable_tokenizers(hf, out):
     _refuses(hf, out, r"tokenizer\.json: not a tokenizer")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"model": {"continuing_subword_prefix": "x"}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "y"}},
+    ],
+)
+def test_a_tokenizer_that_would_end_the_process_is_refused(hf, out, damage):
+    parts = json.loads((GOLDENS.parents[1] / "examples/demo_model/tokenizer.json").read_text())
+    parts |= {name: parts[name] | value if name == "model" else value for name, value in damage.items()}
+    (hf / "tokenizer.json").write_text(json.dumps(parts))
+    _refuses(hf, out, r"tokenizer\.json: not a tokenizer \(it cannot be used: its process has ended")
+
+
 def test_missing_extra_and_misshaped_tensors_are_all_listed(hf, out):
     tensors = load_file(hf / "model.safetensors")
     gone = [next(name for name in tensors if "q_proj" in name), next(name for name in tensors if "down_proj" in name)]

@@ -135,7 +135,10 @@ def test_a_field_that_changes_which_tokens_are_seen_is_refused(name, tmp_path):
                 describe_fields(tmp_path, hf | changes)
 
 
-JSON_VALUES = (None, True, -1, 0, 2**40, 1.5, -0.5, float("inf"), "x", [], [1], [None, "x"], [0, 0, 0], {}, {"a": 1})
+JSON_VALUES = (
+    *(None, True, -1, 0, 2**31 - 1, 10**20, 1.5, -0.5, 1e308, float("inf"), "x" * 1000),
+    *([], [1], [None, "x"], [0, 0, 0], {}, {"a": 1}, {"a": [1] * 1000}),
+)
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)
@@ -161,7 +164,16 @@ def test_any_json_in_any_field_is_read_or_refused_in_one_line(name):
         part.clear()
         part |= before
     assert messages
-    assert not any("\n" in message for message in messages)
+    assert not any("\n" in message or len(message) > 500 for message in messages)
+
+
+@pytest.mark.parametrize("name", ["dots1_awkward", "qwen3_moe_awkward", "mixtral_awkward"])
+def test_more_experts_than_any_model_has_are_refused(name):
+    """Before a name is made for each of them."""
+    hf = hf_config(name)
+    field = next(field for field in ("n_routed_experts", "num_local_experts", "num_experts") if field in hf)
+    with pytest.raises(ValueError, match=r"DecoderConfig has \d+ experts; models of at most 131072 are known"):
+        config_of(name, **{field: 2**30})
 
 
 def test_a_survey_collects_all_that_is_refused():

@@ -86,7 +86,7 @@ def test_templates_that_take_long_are_given_up(templates, monkeypatch):
 
 
 def test_grammars_that_take_long_are_given_up(monkeypatch):
-    sandbox = Sandbox("check", "The grammar")
+    sandbox = Sandbox("check_grammar", "The grammar")
     arguments = {"kind": "regex", "value": "a+", "whitespace_pattern": None}
     assert sandbox.call(**arguments) is None
     with pytest.raises(ValueError, match=r"StructuredOutputsParams.regex does not compile: "):

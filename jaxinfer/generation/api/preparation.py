@@ -38,7 +38,7 @@ class Preparation:
     def __init__(self):
         self._threads = {kind: ThreadPoolExecutor(THREADS, f"jaxinfer-{kind.name.lower()}") for kind in Kind}
         self._templates = {kind: Sandbox("render", "The chat template") for kind in (Kind.CHAT, Kind.GIVEN_TEMPLATE)}
-        self._grammars = Sandbox("check", "The grammar")
+        self._grammars = Sandbox("check_grammar", "The grammar")
         # Without this object itself, which then ends when it is dropped.
         self.check_grammar = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(_check_grammar, self._grammars))
 

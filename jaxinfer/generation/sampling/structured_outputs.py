@@ -160,7 +160,7 @@ class GrammarCompiler:
 
 def check_grammar(params: StructuredOutputsParams) -> None:
     """Raise ValueError for a grammar that no model's tokens can follow, as far as that shows without a tokenizer."""
-    grammars.check(**grammar_arguments(params))
+    grammars.check_grammar(**grammar_arguments(params))
 
 
 def grammar_arguments(params: StructuredOutputsParams) -> dict[str, Any]:

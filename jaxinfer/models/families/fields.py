@@ -21,6 +21,16 @@ _ACTIVATIONS = {
 }
 
 
+MAX_SIZE = 2**31 - 1
+"""The largest number of anything in a config: tensors of more in one dimension are not known."""
+
+
+def shown(value: object) -> str:
+    """Write a value for an error, shortened."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 @dataclasses.dataclass(frozen=True)
 class Survey:
     """A look at all that the reading of configs refuses, beyond the first.
@@ -81,7 +91,7 @@ class Fields:
         if (survey := _survey.get()) is not None and self.file.startswith("config.json"):
             survey.expected[name] = supported
         if value is not None and value != supported:
-            refuse(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
+            refuse(f"{self.file}: {name}={shown(value)} is not implemented, only {supported!r}; {remedy}.")
 
     def optional(self, kind: type, *names: str) -> Any:
         """A field's value, or None."""
@@ -89,10 +99,12 @@ class Fields:
             value = self.values.get(name)
             if value is None:
                 continue
+            if type(value) is int and abs(value) > MAX_SIZE:
+                raise ValueError(f"{self.file}: {name}={shown(value)} must be at most {MAX_SIZE}; correct it.")
             if kind is float and type(value) is int:
                 value = float(value)
             if type(value) is not kind:
-                raise ValueError(f"{self.file}: {name}={value!r} must be of type {kind.__name__}; correct it.")
+                raise ValueError(f"{self.file}: {name}={shown(value)} must be of type {kind.__name__}; correct it.")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{self.file}: {name}={value!r} must be a finite number; correct it.")
             return value
@@ -111,7 +123,7 @@ class Fields:
             return None
         if len(value) != 3 or any(type(number) not in (int, float) for number in value):
             raise ValueError(
-                f"{self.file}: {name}={value!r} must be a number for each of red, green and blue; correct it."
+                f"{self.file}: {name}={shown(value)} must be a number for each of red, green and blue; correct it."
             )
         red, green, blue = map(float, value)
         return red, green, blue
@@ -122,7 +134,7 @@ class Fields:
         if not isinstance(value, list):
             return self.integer(name, default=default, least=1)
         if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int or value[0] < 1:
-            raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only squares.")
+            raise ValueError(f"{self.file}: {name}={shown(value)} is not implemented, only squares.")
         return value[0]
 
     def integer(self, *names: str, default: int | None = None, least: int | None = None) -> int:
@@ -136,7 +148,7 @@ class Fields:
         """A list of whole numbers, or None."""
         values = self.optional(list, name)
         if values and any(type(value) is not int for value in values):
-            raise ValueError(f"{self.file}: {name}={values!r} must be a list of whole numbers; correct it.")
+            raise ValueError(f"{self.file}: {name}={shown(values)} must be a list of whole numbers; correct it.")
         return None if values is None else tuple(values)
 
     def positive(self, *names: str, default: float | None = None) -> float:
@@ -158,7 +170,9 @@ class Fields:
         """The MLP's nonlinearity."""
         value = self._get(str, names, default)
         if value not in _ACTIVATIONS:
-            refuse(f"{self.file}: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}.")
+            refuse(
+                f"{self.file}: {names[0]}={shown(value)} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}."
+            )
         return _ACTIVATIONS.get(value, Activation.GELU)
 
     def head_dim(self, embed: int, heads: int) -> int:
@@ -207,6 +221,8 @@ class Fields:
         rope = Fields(self.optional(dict, name) or {})
         theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
         fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"{self.file}: {fraction_names[0]}={fraction} must be in [0, 1]; correct it.")
         return PositionsConfig(
             kind=PositionKind.ROTARY,
             theta=theta,
@@ -251,7 +267,7 @@ class Fields:
         kind = rope.optional(str, "rope_type", "type") or "default"
         kind = "longrope" if kind == "su" else kind  # as the first Phi-3 wrote it
         if kind not in _ROPE_FIELDS:
-            refuse(f"{self.file}: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}.")
+            refuse(f"{self.file}: {name}.rope_type={shown(kind)} is not implemented; known: {', '.join(_ROPE_FIELDS)}.")
             return None
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
         if unknown := sorted(rope.values.keys() - known):

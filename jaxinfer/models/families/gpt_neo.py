@@ -11,7 +11,7 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.fields import Fields, shown
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
 
 
@@ -25,7 +25,8 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
         raise ValueError(
-            f"config.json: attention_types={types} must name global or local for each of {layers} layers; correct it."
+            f"config.json: attention_types={shown(types)} must name global or local for each of {layers} layers; "
+            "correct it."
         )
     return tuple(window if kind == "local" else None for kind in kinds)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.families.fields import Fields, refuse
+from jaxinfer.models.families.fields import Fields, refuse, shown
 from jaxinfer.models.families.mapping import Family
 
 
@@ -22,7 +22,7 @@ def text_part(family: Family, model_type: str) -> Family:
             raise ValueError("config.json: text_config is missing; use the checkpoint's original config.json.")
         if (kind := text.get("model_type", family.model_types[0])) not in family.model_types:
             refuse(
-                f"config.json: text_config.model_type={kind!r} is not implemented in {model_type}, only "
+                f"config.json: text_config.model_type={shown(kind)} is not implemented in {model_type}, only "
                 f"{family.model_types[0]!r}; choose another checkpoint."
             )
         tied = fields.optional(bool, "tie_word_embeddings")

@@ -21,6 +21,7 @@ from jaxinfer.models.files.tokenizer_config import (
     TokenizerConfig,
     TokenizerJson,
 )
+from jaxinfer.sandbox.process import Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class FolderTokenizer:
             parts.normalizer = _lowercased(parts.normalizer)
         edited = msgspec.json.encode(parts)
         source = content if content is not None and edited == before else edited
+        if content is not None:
+            _try(self._file)
         try:
             self._tokenizer = tokenizer = tokenizers.Tokenizer.from_buffer(source)
             tokenizer.no_padding()
@@ -121,6 +124,20 @@ def _decoded(file: pathlib.Path, content: bytes) -> TokenizerJson:
     try:
         return msgspec.json.decode(content, type=TokenizerJson)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not a tokenizer ({error}); fetch it again.") from error
+
+
+@functools.cache
+def _sandbox() -> Sandbox:
+    """One for all conversions of this process, which may be many."""
+    return Sandbox("try_tokenizer", "it", seconds=120.0, memory_bytes=8_000_000_000)
+
+
+def _try(file: pathlib.Path) -> None:
+    """Raise CheckpointError for a tokenizer that would abort the process that reads it."""
+    try:
+        _sandbox().call(file=str(file.resolve()))
+    except ValueError as error:
         raise CheckpointError(f"{file}: not a tokenizer ({error}); fetch it again.") from error
 
 

@@ -453,6 +453,8 @@ def test_bad_requests_fail_at_the_call(llm, prompt, params, message):
 def test_bad_arguments(llm, model_dir):
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         llm.generate([[1], [2]], [GREEDY])
+    with pytest.raises(ValueError, match=r"mesh must be a MeshConfig, .* got \{'data': 2\}"):
+        LLM(model_dir, mesh={"data": 2})
     with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
         LLM(model_dir, context=129)
     with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
