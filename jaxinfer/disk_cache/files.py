@@ -62,6 +62,29 @@ def make_private(folder: Path) -> bool:
     return bool(status.st_mode & _OTHERS_WRITE)
 
 
+def require_trusted(folder: Path) -> None:
+    """Close a folder whose files are not made anew without asking to other users' writing.
+
+    Raises UntrustedFolderError if the folder, or a link to it, belongs to another user than this one and root; if
+    others can write to root's; and once if they could write to this user's, who then decides what to do.
+    """
+    if not folder.exists():
+        return
+    link, status = folder.lstat(), folder.stat()
+    if not {link.st_uid, status.st_uid} <= {0, os.geteuid()}:
+        raise UntrustedFolderError(f"{folder} is not used: it belongs to another user")
+    others_of_group = status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid()
+    if not (others_of_group or status.st_mode & stat.S_IWOTH):
+        return
+    if status.st_uid != os.geteuid():
+        raise UntrustedFolderError(f"{folder} is not used: other users can write to it")
+    folder.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    raise UntrustedFolderError(
+        f"{folder} was open to other users, who may have changed what is in it. It is closed now: start again if you "
+        "trust them, or delete it first"
+    )
+
+
 class KeptFiles:
     """A folder of files by name, which any number of processes and threads read and write without a lock.
 

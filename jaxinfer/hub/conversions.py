@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
 from jaxinfer.checkpoints.paths import find_gguf
-from jaxinfer.disk_cache import cache_folder, write_atomically
+from jaxinfer.disk_cache import UntrustedFolderError, cache_folder, require_trusted, write_atomically
 from jaxinfer.hub.names import HubName
 from jaxinfer.progress import long_work
 
@@ -142,7 +142,12 @@ def _noted(name: HubName) -> Path:
 
 
 def _models() -> Path:
-    return cache_folder() / "models"
+    folder = cache_folder() / "models"
+    try:
+        require_trusted(folder)
+    except UntrustedFolderError as error:
+        raise CheckpointError(f"{error}; or set JAXINFER_CACHE to a folder of your own.") from error
+    return folder
 
 
 def _folder(name: str, version: str) -> Path:
@@ -157,7 +162,7 @@ def _make(folder: Path, make: Callable[[], object]) -> None:
     import filelock
 
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
             f"{folder.parent}: the cache cannot be written ({error.strerror}); set JAXINFER_CACHE to a writable "

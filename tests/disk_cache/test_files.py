@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxinfer.disk_cache import files
-from jaxinfer.disk_cache.files import KeptFiles
+from jaxinfer.disk_cache.files import KeptFiles, UntrustedFolderError, require_trusted
 
 # A process that has nothing but the module: it starts in no time.
 LOAD = f"""
@@ -239,3 +239,20 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     assert files.cache_folder() == tmp_path / "jaxinfer"
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "mine"))
     assert files.cache_folder() == tmp_path / "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_folder_is_not_trusted(tmp_path, monkeypatch):
+    folder = tmp_path / "models"
+    folder.mkdir(mode=0o755)
+    require_trusted(folder)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(UntrustedFolderError, match="models is not used: it belongs to another user"):
+        require_trusted(folder)
+    os.chown(folder, 0, 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    require_trusted(folder)  # root's, as in an image of a container
+    folder.chmod(0o777)
+    with pytest.raises(UntrustedFolderError, match="models is not used: other users can write to it"):
+        require_trusted(folder)
+    require_trusted(tmp_path / "absent")

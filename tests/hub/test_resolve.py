@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import socket
+import stat
 import time
 
 import huggingface_hub.constants as constants
@@ -373,3 +374,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(hub, tmp_path):
     assert "org/tiny: model.safetensors: [Errno 27] File too large" in done.stderr
     assert not list((tmp_path / "hf").rglob("*.incomplete"))
     assert not (tmp_path / "out").exists()
+
+
+def test_models_are_the_users_alone(hub, tmp_path):
+    folder = resolve("org/tiny")
+    models = folder.parent
+    assert stat.S_IMODE(models.stat().st_mode) == 0o700
+    models.chmod(0o777)  # another user could have put a model there
+    with pytest.raises(
+        CheckpointError, match=r"models was open to other users, who may have changed what is in it. It"
+    ):
+        resolve("org/tiny")
+    assert resolve("org/tiny") == folder  # closed, and the user has decided
+    elsewhere = models.rename(tmp_path / "disk")
+    models.symlink_to(elsewhere)
+    assert resolve("org/tiny") == folder
