@@ -17,6 +17,8 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The least positive and the largest number that the device can compute with."""
 
 AtLeast1 = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer >= 1, below 2**63")]
+Size = Annotated[int, Meta(ge=1, lt=2**30, description="an integer >= 1, below 2**30")]
+Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0, below 2**63")]
 Finite = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX, description="a finite number")]
 NotNegative = Annotated[float, Meta(ge=0, le=FLOAT32_MAX, description="a finite number >= 0")]
 Positive = Annotated[float, Meta(ge=FLOAT32_MIN, le=FLOAT32_MAX, description="a finite number > 0")]

@@ -1,15 +1,20 @@
 """Input images: checking them, and reading them from files."""
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from jaxinfer.elastic.errors import InvalidImageError
+from jaxinfer.generation.fields import check
 from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.vision.image_files import fitted, read_image
 
 SQUARE = PreprocessingConfig()
 """Resizing of models that do not say how: bilinear, without keeping the ratio."""
+Side = Annotated[int, Meta(ge=1, le=2**14, description="an integer in [1, 2**14]")]
+"""The height and width of images, in pixels."""
 
 
 def check_images(images: object, size: int) -> np.ndarray:
@@ -51,6 +56,7 @@ def load_image(path: str | Path, size: int, preprocessing: PreprocessingConfig =
     Needs the extra `images`. 16-bit pixels keep their upper 8 bits. Raises InvalidImageError for other files, and for
     more than 50 million pixels.
     """
+    size = check("size", size, Side)
     try:
         return fitted(read_image(path), size, preprocessing)
     except ValueError as error:
@@ -59,6 +65,7 @@ def load_image(path: str | Path, size: int, preprocessing: PreprocessingConfig =
 
 def resize_images(images: np.ndarray, size: int, preprocessing: PreprocessingConfig = SQUARE) -> np.ndarray:
     """Resize images as `load_image` does: uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3]."""
+    size = check("size", size, Side)
     colours = np.broadcast_to(images[..., None], (*images.shape, 3)) if images.ndim == 3 else images
     resized = [fitted(image, size, preprocessing) for image in colours]
     return np.array(resized, np.uint8).reshape(-1, size, size, 3)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxinfer.experts.errors import ConfigError
+from jaxinfer.generation.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,10 @@ class Policy:
     by_deadline: bool = False
 
     def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.max_batch is not None and self.max_batch < 1:
             raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}.")
         if not 0 <= self.prefetch <= 64:

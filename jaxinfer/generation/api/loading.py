@@ -31,7 +31,7 @@ from jaxinfer.generation.execution.memory import (
     read_adapter_bytes,
     weight_tenants,
 )
-from jaxinfer.generation.fields import check
+from jaxinfer.generation.fields import Bytes, Size, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
@@ -109,8 +109,8 @@ def load_decoder(
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
     """Load the engine of a decoder-only model. Arguments and errors are those of `LLM`; owner: who holds the memory."""
-    if max_batch < 1:
-        raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
+    max_batch = check("LLM.max_batch", max_batch, Size)
+    cache_bytes = check("LLM.cache_bytes", cache_bytes, Bytes | None)
     logits_processors = check_processors(logits_processors)
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
@@ -169,8 +169,7 @@ def load_encoder(
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
     """Load the engine of an encoder. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
-    if max_batch < 1:
-        raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
+    max_batch = check("Embedder.max_batch", max_batch, Size)
     folder = resolve(path)
     longest = require_transformer(path, Description.read(folder).config).context
     context = _context(context, longest, owner="Embedder")
@@ -210,8 +209,7 @@ def load_image_embedder(
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
     """Load a vision transformer. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
-    if max_batch < 1:
-        raise ValueError(f"{owner}.max_batch must be >= 1, got {max_batch}.")
+    max_batch = check(f"{owner}.max_batch", max_batch, Size)
     mesh = open_mesh(mesh)
     split_options(options, mesh, owner=owner, others=_names(load_image_embedder))
     given = {"mesh": build_mesh(mesh, rules)[0], "rules": rules, "context": context} | options
@@ -262,6 +260,7 @@ def _reserve(
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:
     """Return how many tokens a sequence can have. Raises ValueError for more than the model can."""
+    context = check(f"{owner}.context", context, int | None)
     if context is not None and not 1 < context <= longest:
         raise ValueError(f"{owner}.context must be in [2, {longest}] for this model, got {context}.")
     return context or longest

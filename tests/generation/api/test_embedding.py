@@ -193,7 +193,7 @@ def test_what_an_encoder_refuses(encoder):
         Embedder(path, max_adapters=2)
     with pytest.raises(ValueError, match=r"Embedder.context must be in \[2, 24\] for this model, got 25"):
         Embedder(path, context=25)
-    with pytest.raises(ValueError, match=r"Embedder.max_batch must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"Embedder.max_batch must be an integer >= 1, below 2\*\*30, got 0"):
         Embedder(path, max_batch=0)
 
 

@@ -457,8 +457,19 @@ def test_bad_arguments(llm, model_dir):
         LLM(model_dir, mesh={"data": 2})
     with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
         LLM(model_dir, context=129)
-    with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
-        LLM(model_dir, max_batch=0)
+    for value in (0, -1, 2**30, 10**30, True, "1", None, 0.5, 1e30, np.nan, [1]):
+        with pytest.raises(ValueError, match=r"LLM.max_batch must be an integer >= 1, below 2\*\*30, got "):
+            LLM(model_dir, max_batch=value)
+        if value is not None:
+            with pytest.raises(ValueError, match=r"LLM\.context must be "):
+                LLM(model_dir, context=value)
+        for name in ("page_size", "chunk_size", "max_decode_passes", "max_adapters", "num_speculative_tokens"):
+            if (name, value) not in (("max_adapters", 0), ("num_speculative_tokens", 0)):
+                with pytest.raises(ValueError, match=rf"EngineConfig.{name} must be "):
+                    LLM(model_dir, **{name: value})
+    for value in (-1, 2**63, 1e30, np.inf, "1", True, [1]):
+        with pytest.raises(ValueError, match=r"LLM.cache_bytes must be an integer >= 0, below 2\*\*63 or None, got "):
+            LLM(model_dir, cache_bytes=value)
     with pytest.raises(ValueError, match=r"one page of 8 tokens takes 2.0 kB \(2048 bytes\): raise cache_bytes"):
         LLM(model_dir, cache_bytes=100, **SMALL)
     small = LLM(model_dir, cache_bytes=6 * PAGE_BYTES // 2, **SMALL)
