@@ -79,7 +79,9 @@ class Streams:
         self._watch = Stopwatch()
         self._time_parts(self.engine)
         random, params = Random(0), SamplingParams(max_tokens=case.context - case.prompt, ignore_eos=True)
-        requests = [self.engine.prepare(random.choices(range(1, VOCAB), k=case.prompt), params) for _ in range(case.rows)]
+        requests = [
+            self.engine.prepare(random.choices(range(1, VOCAB), k=case.prompt), params) for _ in range(case.rows)
+        ]
         self._tickets = {r.request_id: RequestTicket(r.sequences(), owner=None, reader=Reader()) for r in requests}
         self._rows = case.rows
 
