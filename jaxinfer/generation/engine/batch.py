@@ -1,6 +1,7 @@
 """Inputs and results of the device: `Batch`, everything about a step, and `StepOutput`, plain values."""
 
 import dataclasses
+import functools
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -146,12 +147,12 @@ class Batch:
         """(source, target) pages of a lane to copy before anything is written."""
         return [admission.copy for admission in self.admissions if admission.copy is not None]
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Chunk | DecodeRow, ...]:
         """Chunks, then rows: the order of `StepOutput.outputs`."""
         return self.chunks + self.rows
 
-    @property
+    @functools.cached_property
     def sequences(self) -> list[Sequence]:
         """All sequences that the step runs, each once."""
         return list(dict.fromkeys(part.sequence for part in self.parts))
