@@ -14,6 +14,7 @@ from benchmarks.report import Report
 from jaxinfer import SamplingParams
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.ticket import RequestTicket
+from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.serving.ticket import Reader
 
 PAGE = 16
@@ -83,7 +84,7 @@ class Streams:
             self.engine.prepare(random.choices(range(1, VOCAB), k=case.prompt), params) for _ in range(case.rows)
         ]
         self._tickets = {r.request_id: RequestTicket(r.sequences(), owner=None, reader=Reader()) for r in requests}
-        self._rows = case.rows
+        self._rows, self._seen = case.rows, dict[str, RequestSnapshot]()
 
     def _time_parts(self, engine: Engine) -> None:
         scheduler, executor = cast(Any, engine.scheduler), cast(Any, engine.executor)
@@ -99,9 +100,11 @@ class Streams:
         return [ticket for name in names if (ticket := self._tickets[name]).advance()]
 
     def _make_outputs(self, changed: list[RequestTicket]) -> None:
+        """Read what is new, as `OutputStream.deltas` does."""
         for ticket in changed:
-            assert ticket.reader is not None
-            ticket.reader.newest.output()
+            snapshot: RequestSnapshot = cast(Any, ticket.reader).newest
+            snapshot.output(since=self._seen.get(ticket.key))
+            self._seen[ticket.key] = snapshot
 
     def prefill(self) -> float:
         """Add all requests; return the CPU seconds until each has its first token."""

@@ -43,6 +43,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self.byte_values = self._byte_values()
+        self.joins_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._texts: dict[int, str | None] = {}
         self._chat_templates = ChatTemplates(folder)
 
@@ -208,6 +209,8 @@ class TextStream:
     Byte tokens give each character once it is complete. A byte that is part of none is a replacement character, and
     changes no other character of its run; many decoders replace the complete run, but only at its end.
 
+    A decoder that joins the bytes of all tokens needs to decode again only if a character may have begun before.
+
     Args:
       prompt_ids: the tokens before the first one.
       skip_special_tokens: whether the text leaves special tokens out.
@@ -232,20 +235,25 @@ class TextStream:
         """Decode from here on with these tokens as context, whose text has been given."""
         self._ids, self._num_given = ids, len(ids)
         self._given = (self._tokenizer.text_of(ids[0]) or "") if len(ids) == 1 else self._decode(ids)
+        self._is_complete = not self._given.endswith(UNFINISHED)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)  # those to be skipped are not among them
 
     def push(self, token: int) -> str:
         """The text that this token completes, often empty."""
-        if token in self._skipped or self._tokenizer.text_of(token) is None:
+        text = self._tokenizer.text_of(token)
+        if text is None or token in self._skipped:
             return ""
+        if self._tokenizer.joins_bytes and self._is_complete and UNFINISHED not in text:
+            self._ids, self._num_given, self._given = [token], 1, text
+            return text
         if token in self._tokenizer.byte_values:
             return self._push_byte(token)
-        text = self._leave_bytes()
+        left = self._leave_bytes() if self._in_bytes or self._bytes else ""
         self._at_start = False
         self._ids.append(token)
-        return text + self._take()
+        return left + self._take()
 
     def flush(self) -> str:
         """The text that has waited; no token follows."""
@@ -258,10 +266,11 @@ class TextStream:
         if self._given.endswith(UNFINISHED) and not text.startswith(self._given):
             self._given = self._given[: -len(UNFINISHED)]  # the prompt's last character, now complete
         new = text[len(self._given) : len(text) - waits]
+        self._is_complete = False
         if new:
             self._begin(self._ids[self._num_given :])
             if waits:
-                self._given = self._given.removesuffix(UNFINISHED)
+                self._given, self._is_complete = self._given.removesuffix(UNFINISHED), False
         return new
 
     # Byte tokens
@@ -305,11 +314,3 @@ class TextStream:
             self._in_bytes = False
             self._begin(self._ids)
         return text
-
-
-def held_back(text: str, stop: tuple[str, ...]) -> int:
-    """Return how many characters at the end of `text` could begin a stop string."""
-    for size in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
-        if any(s.startswith(text[-size:]) for s in stop):
-            return size
-    return 0

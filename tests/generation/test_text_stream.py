@@ -1,10 +1,12 @@
 """Text that grows token by token: together it is the text of all tokens, whatever the tokenizer's decoder does."""
 
+from random import Random
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.generation.text import Tokenizer
 from tests.tiny import byte_tokenizer
@@ -98,6 +100,8 @@ def test_characters_in_bytes_are_the_text_that_the_tokenizer_decodes(words, text
     assert "".join(pieces(words, [], ids)) == words.decode(ids)
 
 
+@example(b"", ["日".encode()[:2], b"x", "日".encode(), b"y"])
+@example("日".encode()[:2], ["日".encode()[2:], b"x"])
 @given(st.binary(max_size=8), st.lists(st.one_of(st.binary(max_size=6), st.text(max_size=3).map(str.encode))))
 def test_bytes_of_any_kind(bytes_only, prompt, parts):
     ids = [bytes_only.encode(chr(0))[0], *_byte_ids(bytes_only, b"".join(parts))]
@@ -128,6 +132,22 @@ def test_what_is_unfinished_comes_at_the_end(bytes_only):
     ids = bytes_only.encode("x日")
     assert pieces(bytes_only, [], ids[:-1]) == ["x", "", "", "\N{REPLACEMENT CHARACTER}"]
     assert pieces(bytes_only, [], ids) == ["x", "", "", "日", ""]
+
+
+def test_tokens_of_several_characters_and_parts_of_some(open_tokenizer):
+    """As byte-level BPE has them: a token may end one character and begin another."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizers(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens(["日x", "ab"])
+    tokenizer = open_tokenizer(made)
+    ids = tokenizer.encode("é日xabc日")
+    assert len(ids) == 2 + 1 + 1 + 1 + 3
+    assert pieces(tokenizer, [], ids) == ["", "é", "日x", "ab", "c", "", "", "日", ""]
+    random = Random(0)
+    for _ in range(300):
+        ids = random.choices([*range(256), *tokenizer.encode("日xab"), *tokenizer.encode("é")], k=12)
+        assert "".join(pieces(tokenizer, [], ids)) == tokenizer.decode(ids)
 
 
 def test_special_tokens_have_no_text(words):

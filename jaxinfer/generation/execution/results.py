@@ -46,8 +46,8 @@ def read_prefill(batch: Batch, output: PrefillOutput, places: Ordered[int]) -> l
     results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
     for index, row in zip(places, batch.rows, strict=True):
         new, at = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
-        logprobs, load = _logprobs(row.sequence, output.logprobs, at, new), _expert_load(output.experts, index)
-        results.append(SequenceOutput(new, logprobs, expert_load=load))
+        logprobs = None if output.logprobs is None else _logprobs(row.sequence, output.logprobs, at, new)
+        results.append(SequenceOutput(new, logprobs, expert_load=_expert_load(output.experts, index)))
     return results
 
 
@@ -87,8 +87,9 @@ def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> lis
     rows = list(zip(*columns, strict=True))
     for index, row in zip(places, batch.rows, strict=True):
         tokens, produced, proposed, accepted = rows[index]
-        new = tokens[:produced]
-        logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], new)
+        new, logprobs = tokens[:produced], None
+        if output.logprobs is not None:
+            logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], new)
         load = _expert_load(output.experts, index)
         results.append(SequenceOutput(new, logprobs, None, None, proposed, accepted, load))
     return results
