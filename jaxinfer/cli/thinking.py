@@ -38,8 +38,8 @@ class Thinking:
         if self._state == "answers":
             return [(text, False)] if text else []
         self._end.forget()
-        if found := self._end.push(text):
-            self._state, end = "answers", found[0] + len(END)
+        if place := self._end.push(text):
+            self._state, end = "answers", place[0] + len(END)
             return [(text[:end], True), *([(text[end:], False)] if text[end:] else [])]
         shown = len(text) - self._end.num_begun
         self._waiting = text[shown:]

@@ -8,8 +8,8 @@ class StopStrings:
 
     Each character is looked at once for each stop string (Knuth, Morris and Pratt 1977, doi:10.1137/0206024).
 
-    >>> found = StopStrings(("end",))
-    >>> found.push("one e"), found.num_begun, found.push("nds")
+    >>> stops = StopStrings(("end",))
+    >>> stops.push("one e"), stops.num_begun, stops.push("nds")
     (None, 1, (-1, 'end'))
     """
 
@@ -51,7 +51,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=1024)
 def _borders(text: str) -> tuple[int, ...]:
-    """For each beginning of a text, the length of the longest shorter one with which it ends."""
+    """The length of the longest beginning with which each longer beginning of a text ends."""
     borders = [0]
     for character in text[1:]:
         length = borders[-1]

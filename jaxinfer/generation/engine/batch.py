@@ -36,7 +36,7 @@ class Admission:
     copy: tuple[int, int] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)  # not frozen: a prompt has many, which would take longer
 class Chunk:
     """A part of a prompt: `count` known tokens of a sequence from `start` on.
 
@@ -187,6 +187,10 @@ class SequenceOutput(NamedTuple):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     expert_load: ExpertLoad | None = None
+
+
+NOTHING = SequenceOutput()
+"""The results for a chunk after which no token is chosen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

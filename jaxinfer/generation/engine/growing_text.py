@@ -37,8 +37,8 @@ class GrowingText:
         if self._stops is not None:
             if not may_stop:
                 self._stops.forget()
-            elif found := self._stops.push(piece):
-                at, stop = found
+            elif place := self._stops.push(piece):
+                at, stop = place
                 self.end, self.num_held_back = self.end[: before + at + len(stop) * self._keeps_stop], 0
                 return stop
             self.num_held_back = 0 if self._keeps_stop else self._stops.num_begun

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 
 from jaxinfer.compiled import Clock
-from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import NOTHING, Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.request import Sequence, special_stops
 from jaxinfer.generation.engine.stats import Counters
 from jaxinfer.generation.outputs import NO_TOKEN, ExpertLoad, FinishReason, TokenLogprob
@@ -43,7 +43,10 @@ class OutputProcessor:
             sequence = part.sequence
             if sequence.finished:
                 continue
-            self._begin(sequence, 0)  # which an encoder does not admit
+            if sequence.num_cached_tokens is None:
+                self._begin(sequence, 0)  # which an encoder does not admit
+            if result is NOTHING and part.error is None:
+                continue
             self._unfinished, length = sequence, len(sequence.token_ids)
             try:
                 if part.error is not None:
@@ -93,8 +96,9 @@ class OutputProcessor:
 
 def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None:
     sequence = part.sequence
-    sequence.num_draft_tokens += result.num_draft_tokens
-    sequence.num_accepted_tokens += result.num_accepted_tokens
+    if result.num_draft_tokens:
+        sequence.num_draft_tokens += result.num_draft_tokens
+        sequence.num_accepted_tokens += result.num_accepted_tokens
     if result.expert_load is not None:
         sequence.expert_load = _sum(sequence.expert_load, result.expert_load)
     for position, entry in result.prompt_logprobs or ():
@@ -103,7 +107,7 @@ def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None
     if result.embedding is not None and isinstance(part, Chunk):
         _pool(sequence, result.embedding, part, now)
     for index, token in enumerate(result.token_ids):
-        if sequence.finished:  # a stop string may end it before the device knew
+        if index and sequence.finished:  # a stop string may end it before the device knew
             break
         if token == NO_TOKEN:
             raise ValueError(NO_TOKEN_MESSAGE)
@@ -149,7 +153,7 @@ def _reason_to_end(sequence: Sequence, token: int) -> FinishReason | None:
         sequence.matcher.accept_token(token)
         if sequence.matcher.finished:
             return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
+    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.request.max_length else None
 
 
 def _pool(sequence: Sequence, vector: np.ndarray, chunk: Chunk, now: float) -> None:

@@ -280,10 +280,15 @@ class DecoderScheduler:
     def _decoding(self) -> list[Allocation]:
         """Give each decoding sequence a page for its next token, and return them; preempt the last if needed."""
         decoding = []
+        page_size = self.pages.page_size
         for allocation in self.running.decoding:  # from whose end those that are preempted leave
             if allocation.max_remaining <= 0:
                 continue  # ended by the steps in flight
-            while not self._allocator.extend(allocation, _length(allocation)):
+            length = _length(allocation)
+            if length <= len(allocation.pages) * page_size:  # nearly always
+                decoding.append(allocation)
+                continue
+            while not self._allocator.extend(allocation, length):
                 victim = self.running.last
                 self._preempt(victim)
                 if victim is allocation:
@@ -360,11 +365,15 @@ class DecoderScheduler:
         return sum(missing) <= self.pages.free
 
     def _row(self, allocation: Allocation, speculative: int) -> DecodeRow:
-        sequence = allocation.sequence
-        bitmask, error = _token_bitmask(sequence)
+        sequence, row = allocation.sequence, allocation.row
         if speculative:
             speculative = min(speculative, _speculative_tokens(allocation))
-        return DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
+        changes = sequence.matcher is not None or row is None or row.num_speculative_tokens != speculative
+        if changes or row.pages is not allocation.pages:  # new pages also with a new slot
+            bitmask, error = _token_bitmask(sequence)
+            row = DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
+            allocation.row = row
+        return row
 
     def _bucket(self, rows: int) -> int:
         """The number of rows that a decode step is padded to."""
@@ -372,8 +381,9 @@ class DecoderScheduler:
 
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
+        find = self._allocations.get
         for sequence, least, most in batch.growth():
-            if allocation := self._allocations.get(sequence):
+            if allocation := find(sequence):
                 allocation.min_in_flight += sign * least
                 allocation.max_in_flight += sign * most
 
@@ -387,14 +397,15 @@ class DecoderScheduler:
         self._count_in_flight(batch, -1)
         if batch.num_speculative_tokens:
             self._learn(batch, output, len(batch.rows) if rows is None else rows)
+        find, insert_prefix = self._allocations.get, self._allocator.insert_prefix
         for sequence in batch.sequences:
-            allocation = self._allocations.get(sequence)
+            allocation = find(sequence)
             if allocation is None:  # given up meanwhile
                 continue
             if sequence.finished:
                 self._remove(allocation)
             elif allocation.running and not allocation.prefilling:
-                self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
+                insert_prefix(allocation, len(sequence.token_ids) - 1, partial=False)
 
     def _learn(self, batch: Batch, output: StepOutput, rows: int) -> None:
         """Learn from the gain of speculation in a decode step of so many rows."""
