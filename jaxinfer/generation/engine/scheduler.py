@@ -368,11 +368,15 @@ class DecoderScheduler:
         sequence, row = allocation.sequence, allocation.row
         if speculative:
             speculative = min(speculative, _speculative_tokens(allocation))
-        changes = sequence.matcher is not None or row is None or row.num_speculative_tokens != speculative
-        if changes or row.pages is not allocation.pages:  # new pages also with a new slot
-            bitmask, error = _token_bitmask(sequence)
-            row = DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
-            allocation.row = row
+        if (
+            row is not None
+            and row.pages is allocation.pages  # so its slot is the same, too
+            and row.num_speculative_tokens == speculative
+            and sequence.matcher is None
+        ):
+            return row
+        bitmask, error = _token_bitmask(sequence)
+        row = allocation.row = DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
         return row
 
     def _bucket(self, rows: int) -> int:
