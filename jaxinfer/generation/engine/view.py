@@ -39,14 +39,16 @@ class CompletionSnapshot(NamedTuple):
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> "CompletionSnapshot":
         """Take a snapshot of a sequence."""
-        text, held_back = sequence.text, 0 if sequence.finished else sequence.text.num_held_back
+        text, end = sequence.text, sequence.text.end
+        if text.num_held_back and not sequence.finished:
+            end = end[: -text.num_held_back]
         return cls(
             sequence,
             len(sequence.token_ids),
             len(sequence.logprobs),
             len(sequence.prompt_logprobs),
             len(text.blocks),
-            text.end[: len(text.end) - held_back],
+            end,
             sequence.num_cached_tokens,
             sequence.finish_reason,
             sequence.stop_reason,

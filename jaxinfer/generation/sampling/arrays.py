@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
+
 class _Column:
     """An option's place in `SamplingArrays.packed`, after the options named before it.
 
@@ -129,9 +130,11 @@ def idle_options(processors: int) -> RowOptions:
 def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
     """Pack the options of a batch into a numpy array."""
 
-    def padded(values: Iterable, size: int, fill: float) -> list:
+    def padded(values: Iterable, size: int, fill: float) -> np.ndarray:
         values = list(values)
-        return values + [fill] * (size - len(values))
+        row = np.full(size, fill, np.float32 if isinstance(fill, float) else np.int32)
+        row[: len(values)] = values  # nearly always none: an array pads faster than a list
+        return row
 
     params = [row.params for row in rows]
     values = {
