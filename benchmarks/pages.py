@@ -63,6 +63,10 @@ CHECKS = {
     "queues_linear": "CPU time per queued item, for 20,000 items against 2,000; worst of six queues, after "
     "`gc.freeze` as in vLLM (up to 2.1x without)",
     "host_ms_256_streams": "host work per step for 256 streams of 32,000 tokens",
+    "host_step_ms_256x2048": "host work per step for 256 rows after 1,000 tokens of output, all outputs read as deltas",
+    "host_step_ms_1000x8192": "the same for 1,000 rows with prompts of 4,000 tokens",
+    "host_prefill_s": "host work for 1,000 prompts of 4,000 tokens until all decode",
+    "host_step_growth": "host work per step for 1,000 rows over that for 256",
     "gguf_Q8_0_off_llama_cpp": "GGUF in Q8_0: difference to llama.cpp in bits per byte",
     "gguf_Q4_K_off_llama_cpp": "GGUF in Q4_K: difference to llama.cpp in bits per byte",
     "cap_ratio": "model bytes over the peak of memory, from disk, cap of 1 GiB",

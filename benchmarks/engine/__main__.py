@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.engine.compile_misses import compile_misses
+from benchmarks.engine.host import host
 from benchmarks.engine.prefix import prefix
 from benchmarks.engine.queues import queues
 from benchmarks.engine.settings import Settings
@@ -34,6 +35,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "step_gap": step_gap,
     "compile_misses": compile_misses,
     "queues": queues,
+    "host": host,
 }
 
 

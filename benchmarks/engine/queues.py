@@ -103,26 +103,31 @@ class InstantExecutor:
 
 
 class InstantDecoder(InstantExecutor):
-    """Executor that packs batches and reads results as a decoder's executor does."""
+    """Executor that packs batches and reads results as a decoder's executor does.
+
+    Attributes:
+      answers: the tokens that a row gets, one in each step, again and again.
+    """
 
     def __init__(self, layout: DeviceLayout, buckets: Buckets, costs: Costs):
         super().__init__(costs)
         self._packer = Packer(layout, buckets, ())
+        self.answers = [TOKEN]
 
     def _answer(self, batch: Batch) -> Any:
         self._packer.changes(batch)
         sizes, nothing = cast(Pass, self._packer.pass_through(batch).sizes), cast(Any, None)
+        places: Any = np.arange(len(self.launches), len(self.launches) + sizes.chunks + sizes.batch)
+        tokens = np.take(self.answers, places, mode="wrap")
         if not sizes.chunks:
-            tokens: Any = np.full((sizes.batch, 1), TOKEN)
             counts: Any = np.zeros(sizes.batch, np.int32)
-            output = DecodeOutput(tokens, counts + 1, nothing, counts, counts, nothing)
+            output = DecodeOutput(tokens[:, None], counts + 1, nothing, counts, counts, nothing)
         else:
-            tokens = np.full(sizes.chunks + sizes.batch, TOKEN)
             output = PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing)
         return PassResult("instant", sizes.bucket, sizes, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Return the same token for every row."""
+        """Return a token for every row."""
         return StepOutput(outputs=step.output.read(step.batch, step.output.output))
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import typer
 
-from jaxinfer.generation.text import held_back
+from jaxinfer.generation.stop_strings import StopStrings
 from jaxinfer.progress import long_work
 
 BEGIN, END = "<think>", "</think>"
@@ -24,7 +24,7 @@ class Thinking:
 
     def __init__(self, *, opened: bool = False):
         self._state: Literal["begins", "thinks", "answers"] = "thinks" if opened else "begins"
-        self._waiting = ""
+        self._waiting, self._end = "", StopStrings((END,))
 
     def push(self, piece: str) -> list[tuple[str, bool]]:
         """Return the texts that this piece completes, each with whether it is thinking."""
@@ -37,11 +37,11 @@ class Thinking:
             self._state = "thinks" if begun.startswith(BEGIN) else "answers"
         if self._state == "answers":
             return [(text, False)] if text else []
-        thought, end, rest = text.partition(END)
-        if end:
-            self._state = "answers"
-            return [(thought + END, True), *([(rest, False)] if rest else [])]
-        shown = len(text) - held_back(text, (END,))
+        self._end.forget()
+        if place := self._end.push(text):
+            self._state, end = "answers", place[0] + len(END)
+            return [(text[:end], True), *([(text[end:], False)] if text[end:] else [])]
+        shown = len(text) - self._end.num_begun
         self._waiting = text[shown:]
         return [(text[:shown], True)] if shown else []
 

@@ -42,7 +42,7 @@ SAMPLING: Mapping[str, str] = {
     "output_scores": "use logprobs",
     "random_seed": "use seed",
     "lora_request": "use adapter, a name of LLM's adapters",
-    "output_kind": "use LLM.stream, or OutputStream.final of AsyncLLM",
+    "output_kind": "use LLM.stream, or OutputStream.deltas or final of AsyncLLM",
     "detokenize": "leave it out, outputs have text and token_ids",
     "truncate_prompt_tokens": "shorten the prompt",
 }

@@ -29,7 +29,7 @@ class TokenLogprob:
     top: dict[int, float]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)  # not frozen: a reader makes one for each token, and that would take longer
 class Timings:
     """Seconds since the request was added, and the rate after its first token."""
 
@@ -77,7 +77,7 @@ def _ratio(part: np.ndarray, whole: np.ndarray, *, nothing: float) -> np.ndarray
     return np.divide(part, whole, out=np.full(len(whole), nothing), where=whole > 0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)  # not frozen, as `Timings`
 class CompletionOutput:
     """One continuation of a prompt, whole or (while streaming) as far as it has come.
 
@@ -111,7 +111,7 @@ class CompletionOutput:
     expert_load: ExpertLoad | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)  # not frozen, as `Timings`
 class RequestOutput:
     """All completions of one prompt.
 

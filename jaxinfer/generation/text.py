@@ -60,7 +60,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        self.byte_ids = self._byte_ids()
+        self.byte_values = self._byte_values()
+        self.joins_bytes = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._texts: dict[int, str | None] = {}
         self.chat_templates = ChatTemplates(folder)
 
     @classmethod
@@ -77,12 +79,19 @@ class Tokenizer:
         id_ = self._tokenizer.token_to_id(text)
         return id_ if id_ in self.special_ids else None
 
-    def _byte_ids(self) -> set[int]:
-        """The tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
+    def _byte_values(self) -> dict[int, int]:
+        """The bytes that tokens stand for, which the decoder joins to characters (SentencePiece's byte fallback)."""
         ids = [self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         letter = ids[ord("a")]
         joins = letter is not None and self._tokenizer.decode([letter]) == "a"
-        return {i for i in ids if i is not None} if joins else set()
+        return {id_: byte for byte, id_ in enumerate(ids) if id_ is not None} if joins else {}
+
+    def text_of(self, id_: int) -> str | None:
+        """The text of one token, special or not; None if there is no such token. Kept, since streams ask for each."""
+        if id_ not in self._texts:
+            known = self._tokenizer.id_to_token(id_) is not None
+            self._texts[id_] = self.decode([id_], skip_special_tokens=False) if known else None
+        return self._texts[id_]
 
     def encode(
         self, text: str, *, max_tokens: int | None = None, truncation_side: TruncationSide = "right"
@@ -251,9 +260,13 @@ class TextStream:
     """Turns tokens into text as they come; all parts together are the text of the tokens so far, after the prompt's.
 
     A token is decoded together with some before it, at first the prompt's last ones, because the decoder may depend on
-    them (a space that it strips at the beginning of a text, a character of several tokens). Text that later tokens may
-    change waits until `flush`: a character's first bytes, and a run of byte tokens, which many decoders turn into other
-    characters altogether if one byte of the run is wrong.
+    them (a space that it strips at the beginning of a text, a character of several tokens). A character's first bytes
+    wait for the others, or until `flush`.
+
+    Byte tokens give each character once it is complete. A byte that is part of none is a replacement character, and
+    changes no other character of its run; many decoders replace the complete run, but only at its end.
+
+    A decoder that joins the bytes of all tokens needs to decode again only if a character may have begun before.
 
     Args:
       prompt_ids: the tokens before the first one.
@@ -263,44 +276,98 @@ class TextStream:
     def __init__(self, tokenizer: "Tokenizer", prompt_ids: Sequence[int], *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skipped: Collection[int] = tokenizer.special_ids if skip_special_tokens else ()
-        start = max(0, len(prompt_ids) - PROMPT_TOKENS)
-        while start and prompt_ids[start] in tokenizer.byte_ids:
-            start -= 1
-        self._begin([i for i in prompt_ids[start:] if i not in self._skipped])
+        context = prompt_ids[-PROMPT_TOKENS:]
+        self._begin([i for i in context if i not in self._skipped])
+        self._bytes, self._num_prompt_bytes = b"", 0  # of a character that is not complete
+        for token in self._ids:
+            if token in tokenizer.byte_values:
+                self._characters(token)
+            else:
+                self._bytes = b""
+        self._num_prompt_bytes = len(self._bytes)
+        self._in_bytes = False  # whether the last token was a byte, whose text does not depend on `_ids`
+        self._at_start = not self._ids  # where a decoder may strip a space
 
     def _begin(self, ids: list[int]) -> None:
         """Decode from here on with these tokens as context, whose text has been given."""
-        self._ids, self._num_given, self._given = ids, len(ids), self._decode(ids)
+        self._ids, self._num_given = ids, len(ids)
+        self._given = (self._tokenizer.text_of(ids[0]) or "") if len(ids) == 1 else self._decode(ids)
+        self._is_complete = not self._given.endswith(UNFINISHED)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=bool(self._skipped))
+        return self._tokenizer.decode(ids, skip_special_tokens=False)  # those to be skipped are not among them
 
     def push(self, token: int) -> str:
         """The text that this token completes, often empty."""
-        if token in self._skipped:
+        text = self._tokenizer.text_of(token)
+        if text is None or token in self._skipped:
             return ""
+        if self._tokenizer.joins_bytes and self._is_complete and UNFINISHED not in text:
+            self._ids, self._num_given, self._given = [token], 1, text
+            return text
+        if token in self._tokenizer.byte_values:
+            return self._push_byte(token)
+        left = self._leave_bytes() if self._in_bytes or self._bytes else ""
+        self._at_start = False
         self._ids.append(token)
-        return "" if token in self._tokenizer.byte_ids else self._take()
+        return left + self._take()
 
     def flush(self) -> str:
         """The text that has waited; no token follows."""
-        return self._take(whole=True)
+        return self._leave_bytes() + self._take(whole=True)
 
     def _take(self, *, whole: bool = False) -> str:
+        """The new text, by default without an end that may be the first bytes of a character."""
         text = self._decode(self._ids)
-        if text.endswith(UNFINISHED) and not whole:
-            return ""
+        waits = not whole and text.endswith(UNFINISHED)
         if self._given.endswith(UNFINISHED) and not text.startswith(self._given):
             self._given = self._given[: -len(UNFINISHED)]  # the prompt's last character, now complete
-        new = text[len(self._given) :]
+        new = text[len(self._given) : len(text) - waits]
+        self._is_complete = False
         if new:
             self._begin(self._ids[self._num_given :])
+            if waits:
+                self._given, self._is_complete = self._given.removesuffix(UNFINISHED), False
         return new
 
+    # Byte tokens
 
-def held_back(text: str, stop: tuple[str, ...]) -> int:
-    """Return how many characters at the end of `text` could begin a stop string."""
-    for size in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
-        if any(s.startswith(text[-size:]) for s in stop):
-            return size
-    return 0
+    def _push_byte(self, token: int) -> str:
+        waiting = "" if self._in_bytes else self._take(whole=True)
+        self._in_bytes = True
+        self._ids = [*self._ids, token][-PROMPT_TOKENS:]
+        text = self._characters(token)
+        if text and self._at_start:
+            self._at_start = False
+            text = self._decode(self._ids) if len(text) == 1 and text != UNFINISHED else text
+        return waiting + text
+
+    def _characters(self, token: int) -> str:
+        """Add a byte; returns the characters that are complete now, and a replacement for each byte that is in none."""
+        self._bytes += bytes([self._tokenizer.byte_values[token]])
+        text = ""
+        while self._bytes:
+            try:
+                text += self._bytes.decode()
+            except UnicodeDecodeError as error:
+                if error.end == len(self._bytes) and error.reason == "unexpected end of data":
+                    break
+                text += self._replaced(1)
+            else:
+                self._bytes, self._num_prompt_bytes = b"", 0
+        return text
+
+    def _replaced(self, count: int) -> str:
+        """Drop the first bytes; returns a replacement for each that is not the prompt's."""
+        of_prompt = min(count, self._num_prompt_bytes)
+        self._num_prompt_bytes -= of_prompt
+        self._bytes = self._bytes[count:]
+        return UNFINISHED * (count - of_prompt)
+
+    def _leave_bytes(self) -> str:
+        """End a run of byte tokens; returns the text of those that are in no character."""
+        text = self._replaced(len(self._bytes))
+        if self._in_bytes:
+            self._in_bytes = False
+            self._begin(self._ids)
+        return text

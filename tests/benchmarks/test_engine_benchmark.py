@@ -7,10 +7,12 @@ import math
 import pytest
 
 from benchmarks.engine import __main__ as engine
-from benchmarks.engine import queues
+from benchmarks.engine import host, queues
 from benchmarks.engine.__main__ import PARTS, read_parts
+from benchmarks.engine.settings import Settings
 from benchmarks.engine.step_gap import StepGaps
 from benchmarks.engine.throughput import OUTPUT, PROMPT, check_agreement, make_workload
+from benchmarks.report import Report
 from jaxinfer.generation.engine.request import Sequence
 
 
@@ -69,3 +71,21 @@ def test_host_work_is_measured_while_all_streams_decode(model_dir):
     times = queues.host_ms(model_dir, streams=8, prompt=100, steps=20)
     assert 10 <= len(times) <= 20
     assert all(0 < value < math.inf for value in times)
+
+
+@pytest.mark.parametrize("target", [0.0, math.inf])
+def test_a_step_is_measured_by_its_parts(model_dir, monkeypatch, target):
+    cases = tuple(host.Case(rows, 160, 40, target) for rows in (4, 8, 8))
+    monkeypatch.setattr(host, "CASES", cases)
+    monkeypatch.setattr(host, "MAX_GROWTH", target)
+    monkeypatch.setattr(host, "PREFILL_SECONDS", target)
+    settings = Settings(
+        quick=True, rounds=1, folder=None, demo=model_dir, peer_python=None, threads=1, search=False, memory=None
+    )
+    report = Report()
+    host.host(report, settings)
+    for row in report.rows:
+        parts = [row[f"{part}_ms"] for part in ("schedule", "process", "commit_pack", "snapshots", "outputs")]
+        assert min(parts) > 0
+        assert row["sum_ms"] == pytest.approx(sum(parts), rel=0.5)
+    assert [check.met for check in report.checks] == [target > 0] * 5

@@ -1,10 +1,12 @@
 """Text that grows token by token: together it is the text of all tokens, whatever the tokenizer's decoder does."""
 
+from random import Random
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.generation.text import Tokenizer
 from tests.tiny import byte_tokenizer
@@ -65,20 +67,41 @@ TOKENS = st.one_of(
 )
 
 
+def marked(ids: list[int]) -> list[int]:
+    """The tokens, with a replacement character for each byte that is in no character."""
+    marked, run = [], b""
+    for token in [*ids, None]:
+        if token is not None and BYTE <= token < WORD:
+            run += bytes([token - BYTE])
+            continue
+        for character in run.decode(errors="surrogateescape"):
+            marked += [word("\N{REPLACEMENT CHARACTER}")] if "\udc80" <= character <= "\udcff" else in_bytes(character)
+        marked, run = [*marked, *([] if token is None else [token])], b""
+    return marked
+
+
 @given(st.lists(TOKENS, max_size=10), st.lists(TOKENS, max_size=12))
-@example([word("a")], [*in_bytes("你"), in_bytes("你")[0], word("a")])  # one wrong byte undoes the run before it
+@example([word("a")], [*in_bytes("你"), in_bytes("你")[0], word("a")])  # one wrong byte leaves the run before it
 @example([word("a")], [word("▁hello"), *in_bytes("日")[:2]])
 @example([word("a")], [1, 1, word("▁hello")])
 def test_prompt_and_text_are_the_text_of_all_tokens(words, prompt, ids):
     prompt = [*prompt, word("a")]  # an end that nothing after it can change
-    assert words.decode(prompt) + "".join(pieces(words, prompt, ids)) == words.decode(prompt + ids)
+    assert words.decode(prompt) + "".join(pieces(words, prompt, ids)) == words.decode(prompt + marked(ids))
 
 
 @given(st.lists(TOKENS, max_size=12))
 def test_without_a_prompt_it_is_the_text_of_the_tokens(words, ids):
+    assert "".join(pieces(words, [], ids)) == words.decode(marked(ids))
+
+
+@given(st.text(max_size=8), st.sampled_from([[], [word("a")], [word("▁hello"), word("日")]]))
+def test_characters_in_bytes_are_the_text_that_the_tokenizer_decodes(words, text, end):
+    ids = [word("a"), *in_bytes(text), *end]
     assert "".join(pieces(words, [], ids)) == words.decode(ids)
 
 
+@example(b"", ["日".encode()[:2], b"x", "日".encode(), b"y"])
+@example("日".encode()[:2], ["日".encode()[2:], b"x"])
 @given(st.binary(max_size=8), st.lists(st.one_of(st.binary(max_size=6), st.text(max_size=3).map(str.encode))))
 def test_bytes_of_any_kind(bytes_only, prompt, parts):
     ids = [bytes_only.encode(chr(0))[0], *_byte_ids(bytes_only, b"".join(parts))]
@@ -111,5 +134,72 @@ def test_what_is_unfinished_comes_at_the_end(bytes_only):
     assert pieces(bytes_only, [], ids) == ["x", "", "", "日", ""]
 
 
+def test_tokens_of_several_characters_and_parts_of_some(open_tokenizer):
+    """As byte-level BPE has them: a token may end one character and begin another."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizers(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens(["日x", "ab"])
+    tokenizer = open_tokenizer(made)
+    ids = tokenizer.encode("é日xabc日")
+    assert len(ids) == 2 + 1 + 1 + 1 + 3
+    assert pieces(tokenizer, [], ids) == ["", "é", "日x", "ab", "c", "", "", "日", ""]
+    random = Random(0)
+    for _ in range(300):
+        ids = random.choices([*range(256), *tokenizer.encode("日xab"), *tokenizer.encode("é")], k=12)
+        assert "".join(pieces(tokenizer, [], ids)) == tokenizer.decode(ids)
+
+
 def test_special_tokens_have_no_text(words):
     assert pieces(words, [word("a")], [1, word("▁hello"), 1, word("▁world")]) == ["", " hello", "", " world", ""]
+
+
+def test_characters_in_bytes_come_once_they_are_complete(words):
+    assert pieces(words, [word("a")], in_bytes("x日é")) == ["x", "", "", "日", "", "é", ""]
+    first, second, _ = in_bytes("日")
+    wrong = [*in_bytes("x"), first, *in_bytes("y"), first, second, word("▁hello")]
+    assert pieces(words, [word("a")], wrong) == [
+        "x",
+        "",
+        "\N{REPLACEMENT CHARACTER}y",
+        "",
+        "",
+        "\N{REPLACEMENT CHARACTER}" * 2 + " hello",
+        "",
+    ]
+
+
+def test_a_prompt_may_end_inside_a_character_that_nothing_completes(words):
+    first, second, third = in_bytes("日")
+    assert pieces(words, [word("a"), first], [word("▁hello")]) == [" hello", ""]
+    assert pieces(words, [word("a"), first], [second, word("▁hello")]) == ["", "\N{REPLACEMENT CHARACTER} hello", ""]
+    assert pieces(words, [word("a"), first, second], [third]) == ["日", ""]
+
+
+class Counting(Tokenizer):
+    """Counts the tokens that are decoded."""
+
+    def decode(self, ids, **options):
+        self.count = getattr(self, "count", 0) + len(ids)
+        return super().decode(ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "token"),
+    [(byte_tokenizer, 132), (byte_tokenizer, 222), (byte_fallback, BYTE + 0x80), (byte_fallback, 9999)],
+)
+def test_a_run_without_characters_takes_linear_time_and_comes_at_once(tmp_path, make, token):
+    make().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Counting(tmp_path)
+    stream = tokenizer.stream([])
+    parts = [stream.push(token) for _ in range(1000)]
+    assert tokenizer.count < 5000
+    text = "".join(parts) + stream.flush()
+    assert text == tokenizer.decode([token] * 1000)
+    assert "".join(parts) in (text, text[:-1])
+
+
+def test_unknown_tokens_have_no_text(words):
+    assert pieces(
+        words, [word("a")], [VOCAB, word("▁hello"), VOCAB, *in_bytes("日")[:1], VOCAB, *in_bytes("日")[1:]]
+    ) == ["", " hello", "", "", "", "", "日", ""]

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from jaxinfer.generation.engine.batch import Admission
+from jaxinfer.generation.engine.batch import Admission, DecodeRow
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Sequence
@@ -31,6 +31,7 @@ class Allocation:
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
       node: the last of these in the tree.
+      row: its last row in a batch, which stays the same while its pages do; None before.
       min_in_flight: the fewest tokens that the steps in flight will add.
       max_in_flight: the most.
     """
@@ -45,6 +46,7 @@ class Allocation:
     num_prefilled_tokens: int = 0
     num_inserted_pages: int = 0
     node: Hashable = None
+    row: DecodeRow | None = None
     min_in_flight: int = 0
     max_in_flight: int = 0
 
@@ -67,7 +69,8 @@ class Allocation:
     @property
     def max_remaining(self) -> int:
         """The most tokens that it can still get after the steps in flight, unless something ends it."""
-        return self.sequence.max_length - len(self.sequence.token_ids) - self.min_in_flight
+        sequence = self.sequence
+        return sequence.request.max_length - len(sequence.token_ids) - self.min_in_flight
 
 
 class _Pages(NamedTuple):
@@ -182,8 +185,6 @@ class Allocator:
 
     def missing_pages(self, allocation: Allocation, length: int) -> int:
         """Return how many pages the sequence lacks for this many tokens, or for as many as it can have."""
-        if length <= len(allocation.pages) * self.pages.page_size:  # nearly always: for each row of each step
-            return 0
         tokens = min(length, allocation.sequence.request.max_cached_tokens)
         return max(0, self.pages.pages_for(tokens) - len(allocation.pages))
 
@@ -206,9 +207,9 @@ class Allocator:
 
     def insert_prefix(self, allocation: Allocation, count: int, *, partial: bool) -> None:
         """Let others share the full pages of the first `count` tokens, and with `partial` copy the one after them."""
-        if not self.config.prefix_caching:
-            return
         size, token_ids = self.pages.page_size, allocation.sequence.token_ids
+        if not self.config.prefix_caching or (not partial and count < (allocation.num_inserted_pages + 1) * size):
+            return  # nearly always after a row's token: its page is not full yet
         for index in range(allocation.num_inserted_pages, count // size):
             tokens = token_ids[index * size : (index + 1) * size]
             allocation.node = self.pages.insert(allocation.node, tokens, allocation.pages[index])

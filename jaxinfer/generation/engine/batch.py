@@ -1,6 +1,7 @@
 """Inputs and results of the device: `Batch`, everything about a step, and `StepOutput`, plain values."""
 
 import dataclasses
+import functools
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -35,7 +36,7 @@ class Admission:
     copy: tuple[int, int] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)  # not frozen: a prompt has many, which would take longer
 class Chunk:
     """A part of a prompt: `count` known tokens of a sequence from `start` on.
 
@@ -146,12 +147,12 @@ class Batch:
         """(source, target) pages of a lane to copy before anything is written."""
         return [admission.copy for admission in self.admissions if admission.copy is not None]
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[Chunk | DecodeRow, ...]:
         """Chunks, then rows: the order of `StepOutput.outputs`."""
         return self.chunks + self.rows
 
-    @property
+    @functools.cached_property
     def sequences(self) -> list[Sequence]:
         """All sequences that the step runs, each once."""
         return list(dict.fromkeys(part.sequence for part in self.parts))
@@ -186,6 +187,10 @@ class SequenceOutput(NamedTuple):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     expert_load: ExpertLoad | None = None
+
+
+NOTHING = SequenceOutput()
+"""The results for a chunk after which no token is chosen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ class PagePool:
         self._ref_counts: dict[int, int] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # in the tree; the oldest first
         self._node_of: dict[int, Node] = {}
-        self._children: defaultdict[Hashable, dict[tuple[int, ...], Node]] = defaultdict(dict)
+        # Nearly all nodes have one child, which then needs no dictionary of its own.
+        self._children: dict[Hashable, Node | dict[tuple[int, ...], Node]] = {}
 
     @property
     def free(self) -> int:
@@ -100,13 +101,10 @@ class PagePool:
         size, nodes = self.page_size, self._full_nodes(root, tokens)
         parent, pages = nodes[-1] if nodes else root, [node.page for node in nodes]
         rest = tuple(tokens[len(pages) * size :][:size])
-        newest = itertools.islice(reversed(self._children[parent].values()), MAX_COMPARED)
-        closest = max(newest, key=lambda node: _common(node.tokens, rest), default=None)
+        closest = max(self._newest_children(parent), key=lambda node: _common(node.tokens, rest), default=None)
         copied = _common(closest.tokens, rest) if closest else 0
         match = Match(pages, parent, closest.page, copied) if closest and copied else Match(pages, parent)
         self._reference([*pages, match.copy_from] if copied else pages)
-        if not self._children[parent]:
-            del self._children[parent]
         return match
 
     def count_cached_tokens(self, root: Hashable, tokens: Sequence[int]) -> int:
@@ -121,12 +119,24 @@ class PagePool:
         """The full pages along the tokens."""
         size, parent, nodes = self.page_size, root, []
         while parent in self._children:
-            node = self._children[parent].get(tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size]))
+            node = self._child(parent, tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size]))
             if node is None or len(node.tokens) < size:
                 break
             nodes.append(node)
             parent = node
         return nodes
+
+    def _child(self, parent: Hashable, tokens: tuple[int, ...]) -> Node | None:
+        children = self._children.get(parent)
+        if isinstance(children, Node):
+            return children if children.tokens == tokens else None
+        return None if children is None else children.get(tokens)
+
+    def _newest_children(self, parent: Hashable) -> list[Node]:
+        children = self._children.get(parent, {})
+        if isinstance(children, Node):
+            return [children]
+        return list(itertools.islice(reversed(children.values()), MAX_COMPARED))
 
     def insert(self, parent: Hashable, tokens: Sequence[int], page: int) -> Hashable:
         """Insert a referenced page into the tree; it holds the keys and values of `tokens`, which follow the parent's.
@@ -134,12 +144,17 @@ class PagePool:
         Returns the node to give as `parent` of the next page: an older one, if the same tokens are in the tree already.
         """
         key = tuple(tokens)
-        if (known := self._children[parent].get(key)) is not None:
+        if (known := self._child(parent, key)) is not None:
             return known
         if page in self._node_of:  # it has grown since
             self._remove(page)
         node = Node(page, parent, key)
-        self._children[parent][key] = self._node_of[page] = node
+        self._node_of[page] = node
+        siblings = self._children.setdefault(parent, node)
+        if isinstance(siblings, dict):
+            siblings[key] = node
+        elif siblings is not node:
+            self._children[parent] = {siblings.tokens: siblings, key: node}
         return node
 
     def clear(self) -> None:
@@ -157,8 +172,9 @@ class PagePool:
     def _remove(self, page: int) -> None:
         node = self._node_of.pop(page)
         siblings = self._children[node.parent]
-        del siblings[node.tokens]
-        if not siblings:
+        if isinstance(siblings, dict):
+            del siblings[node.tokens]
+        if siblings is node or not siblings:
             del self._children[node.parent]
 
     def check_integrity(self, page_lists: Sequence[Sequence[int]]) -> None:
@@ -177,10 +193,12 @@ class PagePool:
         assert sorted(places) == list(range(self.count)), f"pages lost or doubled: {sorted(places)}"
         for page, node in self._node_of.items():
             assert node.page == page
-            assert self._children[node.parent][node.tokens] is node
+            assert self._child(node.parent, node.tokens) is node
             assert 0 < len(node.tokens) <= self.page_size
         assert all(page in self._node_of for page in self._unreferenced)
-        assert sum(map(len, self._children.values())) == len(self._node_of)
+        children = self._children.values()
+        assert sum(len(nodes) if isinstance(nodes, dict) else 1 for nodes in children) == len(self._node_of)
+        assert all(children)
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ import functools
 
 import numpy as np
 
+from jaxinfer.generation.engine.growing_text import GrowingText
 from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason, TokenLogprob
 from jaxinfer.generation.params import PoolingParams, SamplingParams
@@ -60,7 +61,7 @@ class Request:
         """Whether the prompt's vector is wanted rather than tokens."""
         return isinstance(self.params, PoolingParams)
 
-    @property
+    @functools.cached_property
     def sampling(self) -> SamplingParams:
         """The params of a request for tokens."""
         assert isinstance(self.params, SamplingParams)
@@ -86,7 +87,6 @@ class Sequence:
       seed: the seed of its random draws.
       token_ids: prompt and output so far, as far as the host has seen them.
       text: the output as text.
-      stop_start: the place in the text from which stop strings are looked for: where `min_tokens` were there.
       finish_reason: why it ended; None while it runs.
       stop_reason: as in `CompletionOutput`.
       error: the error that ended it, if any.
@@ -109,7 +109,9 @@ class Sequence:
         # Completions of one seed differ by a fixed odd step, so that n of them are reproducible too.
         self.seed = (request.seed + 0x9E3779B9 * index) % 2**32
         self.token_ids = list(request.prompt_token_ids)
-        self.text, self.stop_start = "", 0
+        self.text = GrowingText()
+        if isinstance(request.params, SamplingParams) and request.params.stop:
+            self.text = GrowingText(request.params.stop, keeps_stop=request.params.include_stop_str_in_output)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None

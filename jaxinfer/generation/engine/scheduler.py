@@ -15,6 +15,7 @@ from jaxinfer.generation.engine.buckets import Buckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.running import RunningSequences
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
 from jaxinfer.generation.engine.stats import SchedulerStats
 from jaxinfer.generation.engine.waiting import WaitingQueue
@@ -98,7 +99,7 @@ class DecoderScheduler:
     ):
         self.config, self.pages, self._step_seconds = config, pages, step_seconds
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
-        self.running: list[Allocation] = []
+        self.running = RunningSequences()
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
         self._allocator = Allocator(config, pages, adapters)
@@ -141,7 +142,7 @@ class DecoderScheduler:
     @property
     def needs_host_sync(self) -> bool:
         """Whether a running sequence needs a token bitmask, which depends on the token before."""
-        return any(a.sequence.matcher is not None for a in self.running)
+        return self.running.num_constrained > 0
 
     @property
     def load(self) -> SchedulerStats:
@@ -210,8 +211,8 @@ class DecoderScheduler:
         preempted = self.preemptions
         step = PreparedStep(decoding=self._decoding())
         room = self._chunk_room()
-        for allocation in self._prefilling():
-            step.chunks += self._chunks(allocation, room - len(step.chunks))
+        while self.running.prefilling and len(step.chunks) < room:
+            step.chunks += self._chunks(self.running.prefilling[0], room - len(step.chunks))
         while self.preemptions == preempted and len(step.chunks) < room:
             match self._admit_next(wait=wait, adapters_before=adapters_before):
                 case None:
@@ -235,8 +236,10 @@ class DecoderScheduler:
         least = PIPELINE_PASSES if self._costs.stages > 1 else 1
         seconds = self._costs.seconds(self._bucket(rows), micro_batches)  # None: one pass, to learn what it costs
         affordable = 1 if seconds is None else max(least, int(self._step_seconds / seconds))
-        remaining = max((allocation.max_remaining for allocation in step.decoding), default=1)
-        return min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
+        passes = min(max_passes or affordable, self.config.max_decode_passes, affordable)
+        if passes == 1:
+            return 1
+        return min(passes, max((allocation.max_remaining for allocation in step.decoding), default=1))
 
     def possible_passes(self, step: "PreparedStep", passes: int) -> int:
         """Return how many passes, at most so many, the free pages allow."""
@@ -255,8 +258,9 @@ class DecoderScheduler:
         passes, speculative = chosen.passes, self._speculative_tokens(step) if chosen.speculates else 0
         if speculative and not self._fits(step, passes, speculative):
             speculative = 0
-        for allocation in step.decoding:
-            self._allocator.extend(allocation, _length(allocation) + passes * (1 + speculative) - 1)
+        if ahead := passes * (1 + speculative) - 1:  # for the next token `prepare` has given a page
+            for allocation in step.decoding:
+                self._allocator.extend(allocation, _length(allocation) + ahead)
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if step.chunks or step.decoding else (),
@@ -276,11 +280,16 @@ class DecoderScheduler:
     def _decoding(self) -> list[Allocation]:
         """Give each decoding sequence a page for its next token, and return them; preempt the last if needed."""
         decoding = []
-        for allocation in sorted(self.running, key=_order):
-            if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
-                continue  # preempted for another sequence; still in prefill; or ended by the steps in flight
-            while not self._allocator.extend(allocation, _length(allocation)):
-                victim = max(self.running, key=_order)
+        page_size = self.pages.page_size
+        for allocation in self.running.decoding:  # from whose end those that are preempted leave
+            if allocation.max_remaining <= 0:
+                continue  # ended by the steps in flight
+            length = _length(allocation)
+            if length <= len(allocation.pages) * page_size:  # nearly always
+                decoding.append(allocation)
+                continue
+            while not self._allocator.extend(allocation, length):
+                victim = self.running.last
                 self._preempt(victim)
                 if victim is allocation:
                     break
@@ -288,15 +297,15 @@ class DecoderScheduler:
                 decoding.append(allocation)
         return decoding
 
-    def _prefilling(self) -> list[Allocation]:
-        return sorted((a for a in self.running if a.prefilling), key=_order)
-
     def _chunk_room(self) -> int:
         """Return how many chunks the step takes, so that their program is well filled."""
-        count = 0
-        for allocation in (*self._prefilling(), *itertools.islice(self.waiting, self._allocator.free_slots)):
+        count, most = 0, self._buckets.chunks[-1]
+        admissible = itertools.islice(self.waiting, self._allocator.free_slots)
+        for allocation in itertools.chain(self.running.prefilling, admissible):
             rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
             count += -(-rest // self.config.chunk_size)
+            if count >= most:
+                break
         return self._buckets.full_chunks(count)
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
@@ -306,7 +315,8 @@ class DecoderScheduler:
             start = allocation.num_prefilled_tokens
             count = min(self.config.chunk_size, len(sequence.token_ids) - start)
             self._allocator.prefill(allocation, count)
-            last = not allocation.prefilling
+            if last := not allocation.prefilling:
+                self.running.begin_decoding(allocation)
             bitmask, error = _token_bitmask(sequence) if last else (None, None)
             chunks.append(
                 Chunk(
@@ -338,11 +348,13 @@ class DecoderScheduler:
             return Failure(allocation.sequence, str(error))
         if admission is not None:
             self.waiting.remove(allocation)
-            self.running.append(allocation)
+            self.running.add(allocation)
         return admission
 
     def _speculative_tokens(self, step: "PreparedStep") -> int:
         """Return how many speculative tokens a pass may have."""
+        if not self.config.num_speculative_tokens:
+            return 0
         speculates = any(_speculative_tokens(allocation) > 0 for allocation in step.decoding)
         return self.config.num_speculative_tokens if speculates else 0
 
@@ -353,15 +365,19 @@ class DecoderScheduler:
         return sum(missing) <= self.pages.free
 
     def _row(self, allocation: Allocation, speculative: int) -> DecodeRow:
-        bitmask, error = _token_bitmask(allocation.sequence)
-        return DecodeRow(
-            sequence=allocation.sequence,
-            slot=allocation.slot,
-            pages=allocation.pages,
-            bitmask=bitmask,
-            error=error,
-            num_speculative_tokens=min(speculative, _speculative_tokens(allocation)),
-        )
+        sequence, row = allocation.sequence, allocation.row
+        if speculative:
+            speculative = min(speculative, _speculative_tokens(allocation))
+        if (
+            row is not None
+            and row.pages is allocation.pages  # so its slot is the same, too
+            and row.num_speculative_tokens == speculative
+            and sequence.matcher is None
+        ):
+            return row
+        bitmask, error = _token_bitmask(sequence)
+        row = allocation.row = DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
+        return row
 
     def _bucket(self, rows: int) -> int:
         """The number of rows that a decode step is padded to."""
@@ -369,8 +385,9 @@ class DecoderScheduler:
 
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
+        find = self._allocations.get
         for sequence, least, most in batch.growth():
-            if allocation := self._allocations.get(sequence):
+            if allocation := find(sequence):
                 allocation.min_in_flight += sign * least
                 allocation.max_in_flight += sign * most
 
@@ -384,14 +401,15 @@ class DecoderScheduler:
         self._count_in_flight(batch, -1)
         if batch.num_speculative_tokens:
             self._learn(batch, output, len(batch.rows) if rows is None else rows)
+        find, insert_prefix = self._allocations.get, self._allocator.insert_prefix
         for sequence in batch.sequences:
-            allocation = self._allocations.get(sequence)
+            allocation = find(sequence)
             if allocation is None:  # given up meanwhile
                 continue
             if sequence.finished:
                 self._remove(allocation)
             elif allocation.running and not allocation.prefilling:
-                self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
+                insert_prefix(allocation, len(sequence.token_ids) - 1, partial=False)
 
     def _learn(self, batch: Batch, output: StepOutput, rows: int) -> None:
         """Learn from the gain of speculation in a decode step of so many rows."""
@@ -432,7 +450,12 @@ class DecoderScheduler:
             allocation.reset()
             waiting.add(allocation)
             requests.setdefault(sequence.request_id, {})[sequence] = allocation
-        self.waiting, self.running, self._requests, self._allocations = waiting, [], requests, allocations
+        self.waiting, self.running, self._requests, self._allocations = (
+            waiting,
+            RunningSequences(),
+            requests,
+            allocations,
+        )
         self._allocator.reset()
 
     def _preempt(self, allocation: Allocation) -> None:
@@ -457,7 +480,8 @@ class DecoderScheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, pages and queues fit together."""
-        self._allocator.check_integrity(self.running)
+        self._allocator.check_integrity(list(self.running))
+        self.running.check_integrity()
         queued = [*self.waiting, *self.running]
         assert len(queued) == len(self.waiting) + len(self.running)
         assert list(self.waiting) == sorted(self.waiting, key=_order)

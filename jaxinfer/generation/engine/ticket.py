@@ -12,7 +12,7 @@ from jaxinfer.serving.ticket import Reader, Ticket
 
 
 class RequestTicket(Ticket[Any]):
-    """A request that has not ended. Its outcome is a RequestOutput or a vector, or an error.
+    """A request that has not ended. Its outcome is a RequestOutput (for a reader its snapshot), a vector, or an error.
 
     Attributes:
       sequences: its completions, which belong to the engine's thread.
@@ -42,14 +42,14 @@ class RequestTicket(Ticket[Any]):
         self.reader.newest = self._view.snapshot()
         return True
 
-    def result(self) -> RequestOutput | np.ndarray | FailedError:
+    def result(self) -> RequestOutput | RequestSnapshot | np.ndarray | FailedError:
         """The outcome of a request whose completions have ended."""
-        output = None if self._view is None else self._view.output()
+        snapshot = None if self._view is None else self._view.snapshot()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
-                return FailedError(str(sequence.error), output)
-        if output is not None:
-            return output
+                return FailedError(str(sequence.error), snapshot and snapshot.output())
+        if snapshot is not None:
+            return snapshot.output() if self.reader is None else snapshot
         vector = self.sequences[0].embedding
         if vector is None or self.sequences[0].finish_reason is FinishReason.ABORT:
             return FailedError("The request was aborted.")

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.outputs import CompletionOutput, ExpertLoad, FinishReason, RequestOutput, Timings
-from jaxinfer.generation.text import held_back
 
 
 class CompletionSnapshot(NamedTuple):
@@ -15,6 +14,8 @@ class CompletionSnapshot(NamedTuple):
       num_tokens: tokens of prompt and output.
       num_logprobs: log probabilities of the output.
       num_prompt_logprobs: log probabilities of the prompt.
+      num_blocks: blocks of the text.
+      end: the text after these, without characters that may turn out to begin a stop string.
       others: as in `Sequence`.
     """
 
@@ -22,8 +23,9 @@ class CompletionSnapshot(NamedTuple):
     num_tokens: int
     num_logprobs: int
     num_prompt_logprobs: int
+    num_blocks: int
+    end: str
     num_cached_tokens: int | None
-    text: str
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     cumulative_logprob: float
@@ -37,13 +39,17 @@ class CompletionSnapshot(NamedTuple):
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> "CompletionSnapshot":
         """Take a snapshot of a sequence."""
+        text, end = sequence.text, sequence.text.end
+        if text.num_held_back and not sequence.finished:
+            end = end[: -text.num_held_back]
         return cls(
             sequence,
             len(sequence.token_ids),
             len(sequence.logprobs),
             len(sequence.prompt_logprobs),
+            len(text.blocks),
+            end,
             sequence.num_cached_tokens,
-            sequence.text,
             sequence.finish_reason,
             sequence.stop_reason,
             sequence.cumulative_logprob,
@@ -55,18 +61,22 @@ class CompletionSnapshot(NamedTuple):
             sequence.last_token_time,
         )
 
-    def output(self) -> CompletionOutput:
-        """The completion as of the snapshot."""
+    def output(self, since: "CompletionSnapshot | None" = None) -> CompletionOutput:
+        """The completion as of the snapshot. since: as in `RequestSnapshot.output`."""
         sequence, first, last = self.sequence, self.first_token_time, self.last_token_time
-        asked = sequence.request.sampling.logprobs is not None
-        count = self.num_tokens - sequence.num_prompt_tokens
+        request, logprobs = sequence.request, None
+        num_prompt_tokens = len(request.prompt_token_ids)
+        asked = request.sampling.logprobs is not None
+        if asked:
+            logprobs = sequence.logprobs[since.num_logprobs if since else 0 : self.num_logprobs]
+        count = self.num_tokens - num_prompt_tokens
         return CompletionOutput(
             index=sequence.index,
-            text=self._safe_text(),
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens : self.num_tokens],
+            text=self.text(since),
+            token_ids=sequence.token_ids[since.num_tokens if since else num_prompt_tokens : self.num_tokens],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=sequence.logprobs[: self.num_logprobs] if asked else None,
+            logprobs=logprobs,
             cumulative_logprob=self.cumulative_logprob if asked else None,
             timings=Timings(
                 first_token_s=None if first is None else first - sequence.arrival_time,
@@ -79,12 +89,14 @@ class CompletionSnapshot(NamedTuple):
             expert_load=self.expert_load,
         )
 
-    def _safe_text(self) -> str:
-        """The text without an end that may turn out to begin a stop string."""
-        params = self.sequence.request.sampling
-        if self.finish_reason is not None or params.include_stop_str_in_output:
-            return self.text
-        return self.text[: len(self.text) - held_back(self.text, params.stop)]
+    def text(self, since: "CompletionSnapshot | None" = None) -> str:
+        """The text as of the snapshot, or what of it is new after another one."""
+        if since is None:
+            return "".join(self.sequence.text.blocks[: self.num_blocks]) + self.end
+        text = self.end
+        if self.num_blocks > since.num_blocks:
+            text = "".join(self.sequence.text.blocks[since.num_blocks : self.num_blocks]) + text
+        return text[len(since.end) :]
 
 
 class RequestSnapshot(NamedTuple):
@@ -100,17 +112,23 @@ class RequestSnapshot(NamedTuple):
     prompt_token_ids: list[int]
     completions: list[CompletionSnapshot]
 
-    def output(self) -> RequestOutput:
-        """The request's completions as of the snapshot. In any thread, at any later time."""
-        request, first = self.request, self.completions[0]
-        logprobs = first.sequence.prompt_logprobs[: first.num_prompt_logprobs]
+    def output(self, since: "RequestSnapshot | None" = None) -> RequestOutput:
+        """The request's completions as of the snapshot. In any thread, at any later time.
+
+        since: an earlier snapshot; then texts, tokens and log probabilities are only those after it.
+        """
+        request, completions, logprobs = self.request, self.completions, None
+        before = since.completions if since else [None] * len(completions)
+        if request.sampling.prompt_logprobs is not None:
+            start = since.completions[0].num_prompt_logprobs if since else 0
+            logprobs = completions[0].sequence.prompt_logprobs[start : completions[0].num_prompt_logprobs]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if request.sampling.prompt_logprobs is None else logprobs,
-            outputs=[completion.output() for completion in self.completions],
-            num_cached_tokens=min(completion.num_cached_tokens or 0 for completion in self.completions),
+            prompt_logprobs=logprobs,
+            outputs=[completion.output(seen) for completion, seen in zip(completions, before, strict=True)],
+            num_cached_tokens=min([completion.num_cached_tokens or 0 for completion in completions]),
         )
 
 

@@ -99,7 +99,7 @@ class Packer:
         """The sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
         buckets, stages = self.buckets, self.layout.num_stages
         chunks, rows = (max(map(len, parts)) for parts in zip(*((x.chunks, x.rows) for x in batch.lanes), strict=True))
-        pages = round_up(max(len(part.pages) for part in batch.parts), buckets.page_tables)
+        pages = round_up(max([len(part.pages) for part in batch.parts]), buckets.page_tables)
         speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
         if stages > 1 and chunks:
             sizes = prefill_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
@@ -147,12 +147,12 @@ class Packer:
         return RowOptions(request.sampling, sequence.seed, prompt, limit, stops, chosen, words)
 
     def _chunks(self, chunks: Sequence[Chunk], sizes: Pass) -> Chunks:
-        count = sizes.chunks
+        count, used = sizes.chunks, slice(len(chunks))
         slot = np.full(count, self._nowhere, np.int32)
         (start, tokens), (chooses, pooling) = np.zeros((2, count), np.int32), np.zeros((2, count), np.bool_)
-        for row, chunk in enumerate(chunks):
-            slot[row], start[row], tokens[row] = chunk.slot, chunk.start, chunk.count
-            chooses[row], pooling[row] = chunk.chooses, chunk.sequence.request.pooling
+        slot[used], start[used] = [chunk.slot for chunk in chunks], [chunk.start for chunk in chunks]
+        tokens[used], chooses[used] = [chunk.count for chunk in chunks], [chunk.chooses for chunk in chunks]
+        pooling[used] = [chunk.sequence.request.pooling for chunk in chunks]
         table = _page_table(chunks, count, sizes.pages, range(len(chunks)))
         return Chunks(slot, start, tokens, chooses, pooling, table)  # type: ignore[arg-type]
 

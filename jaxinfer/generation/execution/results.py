@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.generation.engine.batch import Batch, Chunk, SequenceOutput
+from jaxinfer.generation.engine.batch import NOTHING, Batch, Chunk, SequenceOutput
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.programs.expert_load import ExpertCounts
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
@@ -46,13 +46,17 @@ def read_prefill(batch: Batch, output: PrefillOutput, places: Ordered[int]) -> l
     results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
     for index, row in zip(places, batch.rows, strict=True):
         new, at = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
-        logprobs, load = _logprobs(row.sequence, output.logprobs, at, new), _expert_load(output.experts, index)
+        logprobs = None if output.logprobs is None else _logprobs(row.sequence, output.logprobs, at, new)
+        load = None if output.experts is None else _expert_load(output.experts, index)
         results.append(SequenceOutput(new, logprobs, expert_load=load))
     return results
 
 
 def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> SequenceOutput:
-    request, load = chunk.sequence.request, _expert_load(output.experts, index)
+    if not chunk.last and output.experts is output.prompt_logprobs is output.pooled is None:
+        return NOTHING  # nearly always: a prompt has many chunks
+    request = chunk.sequence.request
+    load = None if output.experts is None else _expert_load(output.experts, index)
     if request.pooling:
         return SequenceOutput(embedding=np.asarray(output.pooled[index]), expert_load=load)
     new, places = ([token], [(index,)]) if chunk.chooses else ([], [])
@@ -65,10 +69,8 @@ def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> 
     )
 
 
-def _expert_load(experts: ExpertCounts | None, index: int) -> ExpertLoad | None:
+def _expert_load(experts: ExpertCounts, index: int) -> ExpertLoad:
     """The counts of one row."""
-    if experts is None:
-        return None
     tokens, dropped = (np.asarray(x[index], np.int64) for x in experts)
     return ExpertLoad(tokens=tokens, dropped=dropped)
 
@@ -87,9 +89,10 @@ def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> lis
     rows = list(zip(*columns, strict=True))
     for index, row in zip(places, batch.rows, strict=True):
         tokens, produced, proposed, accepted = rows[index]
-        new = tokens[:produced]
-        logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], new)
-        load = _expert_load(output.experts, index)
+        new, logprobs = tokens[:produced], None
+        if output.logprobs is not None:
+            logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], new)
+        load = None if output.experts is None else _expert_load(output.experts, index)
         results.append(SequenceOutput(new, logprobs, None, None, proposed, accepted, load))
     return results
 

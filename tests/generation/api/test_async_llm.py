@@ -163,7 +163,8 @@ def test_outputs_grow_to_what_llm_generates(llm, start):
 
 def test_pieces_of_text_and_the_whole(llm, start):
     params = SamplingParams(temperature=0, max_tokens=30, stop=("zq",))
-    whole = llm.generate("import os", params)[0].outputs[0].text
+    (output,) = llm.generate("import os", params)
+    whole = output.outputs[0].text
     chat = [{"role": "user", "content": "hi"}]
     answer = llm.chat(chat, SHORT)
     served = start()
@@ -172,6 +173,10 @@ def test_pieces_of_text_and_the_whole(llm, start):
         pieces = [piece async for piece in served.generate("import os", params).text()]
         assert "".join(pieces) == whole
         assert all(pieces)
+        deltas = [delta async for delta in served.generate("import os", params).deltas()]
+        assert "".join(delta.outputs[0].text for delta in deltas) == whole
+        assert [t for delta in deltas for t in delta.outputs[0].token_ids] == tokens_of(output)[0]
+        assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
         assert (await served.generate("import os", params).final()).outputs[0].text == whole
         assert tokens_of(await served.chat(chat, SHORT).final()) == tokens_of(answer)
         stream = served.generate("import os", params)
@@ -649,7 +654,7 @@ def test_who_leaves_a_stream_gives_its_request_up(llm, served, gate, monkeypatch
     assert set(aborted) == {request.request_id}  # perhaps twice: the event loop is closed too
 
 
-@pytest.mark.parametrize("what", ["final", "text", "embed"])
+@pytest.mark.parametrize("what", ["final", "text", "deltas", "embed"])
 def test_a_cancelled_task_gives_its_request_up(llm, served, gate, monkeypatch, what):
     aborted, abort = [], llm.engine.abort
     monkeypatch.setattr(llm.engine, "abort", lambda request_id: aborted.append(request_id) or abort(request_id))
@@ -658,6 +663,7 @@ def test_a_cancelled_task_gives_its_request_up(llm, served, gate, monkeypatch, w
         waiting = {
             "final": lambda: served.generate("a", LONG).final(),
             "text": lambda: read_all(served.generate("a", LONG).text()),
+            "deltas": lambda: read_all(served.generate("a", LONG).deltas()),
             "embed": lambda: served.embed(["a", "b"]),
         }[what]
         task = asyncio.create_task(waiting())
@@ -1034,6 +1040,8 @@ async def main():
         kept.append(served.generate("a", forever))
         await anext(kept[-1])
         kept.append(served.generate("a", forever).text())
+        await anext(kept[-1])
+        kept.append(served.generate("a", forever).deltas())
         await anext(kept[-1])
     asyncio.create_task(served.embed(["a"] * 50))
     await asyncio.sleep(0)

@@ -155,7 +155,7 @@ def check_same(sequence, expected):
     assert sequence.token_ids == expected.token_ids[:count]
     if sequence.finish_reason is FinishReason.ABORT:
         return
-    assert (sequence.finish_reason, sequence.text) == (expected.finish_reason, expected.text)
+    assert (sequence.finish_reason, str(sequence.text)) == (expected.finish_reason, str(expected.text))
     for found, wanted in ((sequence.logprobs, expected.logprobs), (sequence.prompt_logprobs, expected.prompt_logprobs)):
         assert len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=True):

@@ -219,7 +219,7 @@ def test_scores_that_leave_nothing_are_an_error(engine, tokenizer, alone, temper
     )
     other = add(engine, PROMPTS[1])
     run(engine, [nothing, other])
-    assert (nothing[0].text, nothing[0].finish_reason) == ("y", FinishReason.ERROR)
+    assert (str(nothing[0].text), nothing[0].finish_reason) == ("y", FinishReason.ERROR)
     assert "No token can be chosen" in nothing[0].error
     assert other[0].token_ids == alone[1]
 

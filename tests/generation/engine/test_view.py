@@ -1,9 +1,11 @@
 """What callers see: outputs of a moment, whatever the engine does after it, and without copies of the prompt."""
 
 import dataclasses
+from random import Random
 
 import pytest
 
+from jaxinfer.generation.engine.growing_text import BLOCK
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestView
@@ -25,7 +27,7 @@ def advance(sequence, token, text, now):
     sequence.token_ids.append(token)
     sequence.logprobs.append(TokenLogprob(token, -1.0, {}))
     sequence.prompt_logprobs.append(TokenLogprob(token, -2.0, {}))
-    sequence.text += text
+    sequence.text.add(text)
     sequence.first_token_time = sequence.first_token_time or now
     sequence.last_token_time = now
     sequence.num_cached_tokens = 3
@@ -39,7 +41,7 @@ def test_an_output_is_of_the_moment_of_its_snapshot(request_):
     advance(second, 9, "x", 2.0)
     at_once, snapshot = view.output(), view.snapshot()
     advance(first, 8, "nd", 4.0)
-    first.text, first.finish_reason = "a b ", FinishReason.STOP
+    first.finish_reason = FinishReason.STOP
     second.finish_reason, second.error = FinishReason.ERROR, "lost"
     later = snapshot.output()
     assert later == at_once
@@ -63,7 +65,7 @@ def test_outputs_share_the_prompt_and_the_engine_has_its_own(request_):
         assert pending.advance()
         assert not pending.advance()
         outputs.append(pending.reader.newest.output())
-    outputs.append(pending.result())
+    outputs.append(pending.result().output())
     assert outputs[0].prompt_token_ids == list(PROMPT)
     assert all(output.prompt_token_ids is outputs[0].prompt_token_ids for output in outputs)
     outputs[0].prompt_token_ids.clear()
@@ -71,6 +73,57 @@ def test_outputs_share_the_prompt_and_the_engine_has_its_own(request_):
     assert sequences[0].num_prompt_tokens == len(PROMPT)
     assert sequences[0].token_ids == [*PROMPT, 5, 6]
     assert RequestView(request_.sequences()).output().prompt_token_ids == list(PROMPT)
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_deltas_are_the_outputs_in_parts(keeps_stop):
+    """Whatever a reader misses: each delta has what the output has more than the one that was read before."""
+    random = Random(0)
+    stop = ("end", "nd.", "e" * 120 + "z")
+    params = SamplingParams(
+        max_tokens=9000, n=2, logprobs=0, prompt_logprobs=0, stop=stop, include_stop_str_in_output=keeps_stop
+    )
+    request = Request(request_id="r", prompt=None, prompt_token_ids=PROMPT, params=params, max_length=10_000)
+    sequences = request.sequences()
+    view, seen = RequestView(sequences), None
+    texts, tokens, logprobs, prompt_logprobs = ["", ""], [[], []], [[], []], []
+    for step in range(4000):
+        for sequence in sequences:
+            advance(sequence, step, random.choice(["e", "n", "ab", "ee", "", "日", "e" * 50]), 1.0)
+        if step == 3999:
+            assert sequences[0].text.add("xendy") == "end"
+            sequences[0].finish_reason, sequences[1].finish_reason = FinishReason.STOP, FinishReason.LENGTH
+        elif random.random() < 0.7:
+            continue
+        snapshot = view.snapshot()
+        delta, output = snapshot.output(since=seen), snapshot.output()
+        seen = snapshot
+        prompt_logprobs += delta.prompt_logprobs
+        for index, (part, whole) in enumerate(zip(delta.outputs, output.outputs, strict=True)):
+            texts[index] += part.text
+            tokens[index] += part.token_ids
+            logprobs[index] += part.logprobs
+            assert (texts[index], tokens[index], logprobs[index]) == (whole.text, whole.token_ids, whole.logprobs)
+            assert dataclasses.replace(part, text="", token_ids=[], logprobs=[]) == dataclasses.replace(
+                whole, text="", token_ids=[], logprobs=[]
+            )
+        assert prompt_logprobs == output.prompt_logprobs
+    assert len(sequences[0].text.blocks) > 5
+    assert texts[0].endswith("xend" if keeps_stop else "x")
+    assert texts == [str(sequence.text) for sequence in sequences]
+
+
+def test_a_delta_of_a_long_text_is_as_small_as_one_of_a_short_text(request_):
+    """The engine's thread and the reader copy a bounded part of a text."""
+    sequences = request_.sequences()
+    view, copied = RequestView(sequences), []
+    for step in range(3000):
+        before = view.snapshot()
+        advance(sequences[0], step, "some text", 1.0)
+        after = view.snapshot()
+        assert after.output(since=before).outputs[0].text == "some text"
+        copied.append(len(after.completions[0].end))
+    assert max(copied) <= BLOCK + 20
 
 
 def test_a_step_copies_no_prompt(request_):
