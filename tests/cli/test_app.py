@@ -113,7 +113,7 @@ def model(tmp_path_factory):
     [
         (["--context", "9999"], "--context must be in [2, 64] for this model, got 9999."),
         (["--top-p", "7"], "--top-p"),
-        (["--max-batch", "0"], "--max-batch must be >= 1, got 0."),
+        (["--max-batch", "0"], "--max-batch must be an integer >= 1, below 2**30, got 0."),
         (["--mesh", "tensor=64"], "needs 64 devices, and there are 8: lower tensor, or set JAX_NUM_CPU_DEVICES=64."),
         (["--dtype", "int7"], "dtype='int7' is not implemented; known: float32, bfloat16, float16."),
     ],

@@ -64,7 +64,7 @@ def test_commands_of_one_executor_run_on_another(ways, model_dir, tmp_path, monk
         kinds.update(type(command.sizes) for command in commands)
         again = other.collect(InFlightStep(step.batch, other.run(commands), launched=0.0))
         tokens.extend(one.token_ids for one in output.outputs)
-        assert [one.token_ids for one in again.outputs] == [one.token_ids for one in output.outputs]
+        assert [list(one.token_ids) for one in again.outputs] == [list(one.token_ids) for one in output.outputs]
         return output
 
     kinds, tokens = set(), []
