@@ -120,7 +120,8 @@ def test_first_text_cold(tour):
     played = tour.type("generate", DEMO, "--prompt", PROMPT, "--temperature", 0, "--max-tokens", 16)
     assert played.status == 0, played.text
     assert "compiling" in played.written  # it took long, and said so
-    assert "compiling" not in played.text  # but not where the text is
+    # But not where the text is, apart from the kernels of the next start if they are not ready.
+    assert "compiling" not in "\n".join(line for line in played.lines if not line.startswith("warning: XLA runs"))
     assert PROMPT.splitlines()[-1] in played.text
     assert tour.left == []
 
