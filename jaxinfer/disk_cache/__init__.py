@@ -2,7 +2,6 @@
 
 from jaxinfer.disk_cache.files import (
     KeptFiles,
-    UntrustedFolderError,
     cache_folder,
     make_private,
     require_trusted,
@@ -11,7 +10,6 @@ from jaxinfer.disk_cache.files import (
 
 __all__ = [
     "KeptFiles",
-    "UntrustedFolderError",
     "cache_folder",
     "make_private",
     "require_trusted",

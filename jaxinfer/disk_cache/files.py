@@ -63,7 +63,7 @@ def make_private(folder: Path) -> bool:
 
 
 def require_trusted(folder: Path) -> None:
-    """Close a folder whose files are not made anew without asking to other users' writing.
+    """Close a folder to other users' writing, and require that its files can be trusted.
 
     Raises UntrustedFolderError if the folder, or a link to it, belongs to another user than this one and root; if
     others can write to root's; and once if they could write to this user's, who then decides what to do.
@@ -81,7 +81,7 @@ def require_trusted(folder: Path) -> None:
     folder.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
     raise UntrustedFolderError(
         f"{folder} was open to other users, who may have changed what is in it. It is closed now: start again if you "
-        "trust them, or delete it first"
+        "trust its files, or delete it first"
     )
 
 

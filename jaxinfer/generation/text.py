@@ -1,7 +1,6 @@
 """Conversion between text and token ids: prompts, the tokenizer of a model directory, text that grows by tokens."""
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack, cast
@@ -38,15 +37,15 @@ class TruncationOptions(TypedDict, total=False):
     truncation_side: TruncationSide
 
 
-@contextlib.contextmanager
-def panics_named() -> Iterator[None]:
-    """Raise ValueError for a panic of the tokenizers library, which is no Exception and would end a whole thread."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"tokenizer.json is damaged, or the tokenizers library has a mistake: {error}") from error
+class _NamedPanics:
+    """Raises ValueError for a panic of the tokenizers library, which is no Exception and would end a whole thread."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"tokenizer.json is damaged, or the tokenizers library has a mistake: {error}") from error
 
 
 class Tokenizer:
@@ -55,7 +54,7 @@ class Tokenizer:
     def __init__(self, folder: Path):
         if (content := read_file(folder, TOKENIZER)) is None:
             raise ValueError(f"{folder}: no {TOKENIZER}; send token ids, or convert the model with its tokenizer.")
-        with panics_named():
+        with _NamedPanics():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -116,10 +115,10 @@ class Tokenizer:
 
     def exceeds(self, text: str, most: int) -> bool:
         """Return whether a text has more tokens than that, without encoding all of one that is far too long."""
+        if len(text) <= PIECE:
+            return False  # it is encoded as fast as it is counted
         left = most
         for start in range(0, len(text), PIECE):
-            if len(text) <= PIECE:
-                return False  # it is encoded as fast as it is counted
             left -= len(self.encode_word(text[start : start + PIECE])) - PIECE_TOKENS
             if left < 0:
                 return True
@@ -143,7 +142,7 @@ class Tokenizer:
                 f"Character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair, which no "
                 "tokenizer can read: leave it out."
             ) from None
-        with panics_named():
+        with _NamedPanics():
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_word(self, text: str) -> list[int]:
@@ -152,7 +151,7 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids, by default without special tokens."""
-        with panics_named():
+        with _NamedPanics():
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]) -> list[int]:

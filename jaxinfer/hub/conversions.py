@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
 from jaxinfer.checkpoints.paths import find_gguf
-from jaxinfer.disk_cache import UntrustedFolderError, cache_folder, require_trusted, write_atomically
+from jaxinfer.disk_cache import cache_folder, require_trusted, write_atomically
 from jaxinfer.hub.names import HubName
 from jaxinfer.progress import long_work
 
@@ -145,7 +145,7 @@ def _models() -> Path:
     folder = cache_folder() / "models"
     try:
         require_trusted(folder)
-    except UntrustedFolderError as error:
+    except OSError as error:
         raise CheckpointError(f"{error}; or set JAXINFER_CACHE to a folder of your own.") from error
     return folder
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -30,15 +31,16 @@ class Sandbox:
     Args:
       function: the name of a function that `program.find` knows.
       what: what it works on, as the subject of an error.
-      seconds: how long a call may take; None: `SECONDS`.
+      seconds: how long a call may take.
       memory_bytes: the bytes that the process may take beyond those it starts with.
     """
 
-    def __init__(self, function: str, what: str, *, seconds: float | None = None, memory_bytes: int = MEMORY_BYTES):
+    def __init__(self, function: str, what: str, *, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES):
         self._function, self._what, self._seconds, self._memory_bytes = function, what, seconds, memory_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
+        self._answered = True  # whether the process has answered the last call
         self._closed, self._owner = False, os.getpid()
 
     def call(self, **arguments: Any) -> Any:
@@ -46,21 +48,24 @@ class Sandbox:
 
         Raises ValueError as the function does, and if it takes too long or too much memory; RuntimeError after `close`.
         """
+        if self._owner != os.getpid():
+            self._begin_after_fork()
         request = json.dumps(arguments).encode() + b"\n"
-        seconds = self._seconds or SECONDS
         with self._lock:
             try:
                 self._check_open()
-                reply = json.loads(_exchange(self._running(), request, seconds))
+                self._answered = False
+                reply = json.loads(_exchange(self._running(), request, self._seconds))
+                self._answered = True
             except Exception as error:
                 self._stop()
                 self._check_open()
                 if isinstance(error, TimeoutError):
-                    raise ValueError(f"{self._what} takes more than {seconds:g} s.") from None
+                    raise ValueError(f"{self._what} takes more than {self._seconds:g} s.") from None
                 raise ValueError(f"{self._what} cannot be used: {error}.") from error
-            except BaseException:  # its answer would be taken for that of the next call
-                self._stop()
-                raise
+            finally:
+                if not self._answered:  # the next call would take the answer for its own
+                    self._stop()
         if reply.get("error") == "MemoryError":
             raise ValueError(f"{self._what} takes more than {decimal(self._memory_bytes)}.")
         if "error" in reply:
@@ -68,7 +73,9 @@ class Sandbox:
         return reply["result"]
 
     def close(self) -> None:
-        """End the process, and the call that it works on."""
+        """End the process, and the call that it works on. A process that was forked leaves it to the other."""
+        if self._owner != os.getpid():
+            return
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
@@ -79,10 +86,13 @@ class Sandbox:
         if self._closed:
             raise RuntimeError("This sandbox is closed.")
 
+    def _begin_after_fork(self) -> None:
+        """Leave the process, and a lock that another thread may have held, to the process that this one comes from."""
+        self._lock, self._process, self._end = threading.Lock(), None, lambda: None
+        self._owner = os.getpid()
+
     def _running(self) -> "subprocess.Popen[bytes]":
         """The process, started if there is none."""
-        if self._owner != os.getpid():  # this process was forked, and the sandbox is that of another
-            self._process, self._owner = None, os.getpid()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
@@ -111,17 +121,24 @@ def _exchange(process: "subprocess.Popen[bytes]", request: bytes, seconds: float
     """Send a line, and wait for the line that answers it. Raises TimeoutError, and OSError if the process ends."""
     assert process.stdin is not None
     assert process.stdout is not None
-    until, parts = time.monotonic() + seconds, [b""]
-    process.stdin.write(request)
+    until, unsent, received = time.monotonic() + seconds, memoryview(request), bytearray()
     with selectors.DefaultSelector() as selector:
+        selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
-        while not parts[-1].endswith(b"\n"):
-            if not selector.select(max(0.0, until - time.monotonic())):
+        while not received.endswith(b"\n"):
+            ready = {key.fileobj for key, _ in selector.select(max(0.0, until - time.monotonic()))}
+            if not ready:
                 raise TimeoutError
-            parts.append(os.read(process.stdout.fileno(), 1 << 20))
-            if not parts[-1]:
-                raise OSError("its process has ended")
-    return b"".join(parts)
+            if process.stdout in ready:
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part:
+                    raise OSError("its process has ended")
+                received += part
+            elif process.stdin in ready:
+                unsent = unsent[os.write(process.stdin.fileno(), unsent[: select.PIPE_BUF]) :]  # which does not block
+                if not unsent:
+                    selector.unregister(process.stdin)
+    return bytes(received)
 
 
 def _end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.sandbox import process as process_module
 from jaxinfer.sandbox.process import Sandbox
 from jaxinfer.sandbox.program import MEMORY_BYTES
 
@@ -74,7 +73,7 @@ def test_templates_that_take_much_memory_are_refused(templates):
 
 def test_templates_that_take_long_are_given_up(templates, monkeypatch):
     render(templates, "")
-    monkeypatch.setattr(process_module, "SECONDS", 0.5)
+    monkeypatch.setattr(templates, "_seconds", 0.5)
     for template in SLOW:
         begin = time.monotonic()
         with pytest.raises(ValueError, match=r"The chat template takes more than 0.5 s"):
@@ -91,7 +90,7 @@ def test_grammars_that_take_long_are_given_up(monkeypatch):
     assert sandbox.call(**arguments) is None
     with pytest.raises(ValueError, match=r"StructuredOutputsParams.regex does not compile: "):
         sandbox.call(**arguments | {"value": "a("})
-    monkeypatch.setattr(process_module, "SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "_seconds", 0.5)
     patterns = ", ".join(f'{{"type": "string", "pattern": ".*{i}.*"}}' for i in range(30))
     with pytest.raises(ValueError, match=r"The grammar takes more than 0.5 s"):
         sandbox.call(kind="json", value=f'{{"allOf": [{patterns}]}}', whitespace_pattern=None)
@@ -114,6 +113,41 @@ def test_what_dies_with_its_process_is_refused(templates, monkeypatch):
     threading.Timer(0.2, os.kill, (templates._process.pid, signal.SIGKILL)).start()
     with pytest.raises(ValueError, match="The chat template cannot be used: its process has ended"):
         render(templates, ENDLESS)
+    assert render(templates, "{{ 1 + 1 }}") == "2"
+
+
+def test_an_interrupted_call_gives_its_answer_to_nobody(templates):
+    """Ctrl-C while the answer is on its way."""
+    render(templates, "")
+    interrupted, before = [], signal.getsignal(signal.SIGUSR1)
+
+    def interrupt(*_):
+        interrupted.append(templates._process)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            render(templates, ENDLESS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted[0].poll() is not None
+    assert render(templates, "{{ 1 + 1 }}") == "2"
+
+
+def test_arguments_larger_than_a_pipe(templates):
+    text = "a" * 8_000_000
+    assert render(templates, "{{ a }}", a=text) == text
+
+
+def test_a_process_that_does_not_read_is_given_up(templates, monkeypatch):
+    render(templates, "")
+    monkeypatch.setattr(templates, "_seconds", 0.5)
+    os.kill(templates._process.pid, signal.SIGSTOP)
+    with pytest.raises(ValueError, match=r"The chat template takes more than 0.5 s"):
+        render(templates, "{{ a }}", a="a" * 1_000_000)
+    monkeypatch.undo()
     assert render(templates, "{{ 1 + 1 }}") == "2"
 
 

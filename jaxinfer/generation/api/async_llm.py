@@ -102,16 +102,18 @@ class AsyncLLM(EngineHolder):
         """
         engine = self.engine
         if isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None:
-            with self._in_sandbox():
+            with self._end_errors():
                 self._preparation.check_grammar(sampling_params.structured_outputs)
         return engine.prepare(prompt, sampling_params, request_id=request_id)
 
     @contextlib.contextmanager
-    def _in_sandbox(self) -> Iterator[None]:
-        """Raise the error of the end for what a closed sandbox raises."""
+    def _end_errors(self) -> Iterator[None]:
+        """Raise the error of the end for what closed sandboxes and threads raise."""
         try:
             yield
         except RuntimeError as error:
+            if self._loop.is_running:
+                raise
             raise self._end_error() from error
 
     # Tasks
@@ -159,7 +161,7 @@ class AsyncLLM(EngineHolder):
         render = self._preparation.renderer(kind)
 
         def encode() -> list[int]:
-            with self._in_sandbox():
+            with self._end_errors():
                 return encode_chat(self.tokenizer, messages, renderer=render, **options)
 
         async def sequences() -> list[TokenSequence]:
@@ -203,7 +205,7 @@ class AsyncLLM(EngineHolder):
     async def _prepare[Result](self, kind: Kind, function: Callable[[], Result]) -> Result:
         """Call a part of a request's preparation in a thread of its kind."""
         self._loop.check_process()
-        with self._in_sandbox():
+        with self._end_errors():
             future = self._preparation.submit(kind, function)
         return await asyncio.wrap_future(future)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from jaxinfer.compiled import Origin
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import grammar_arguments
 from jaxinfer.sandbox.process import Sandbox
@@ -39,6 +40,7 @@ class Preparation:
         self._threads = {kind: ThreadPoolExecutor(THREADS, f"jaxinfer-{kind.name.lower()}") for kind in Kind}
         self._templates = {kind: Sandbox("render", "The chat template") for kind in (Kind.CHAT, Kind.GIVEN_TEMPLATE)}
         self._grammars = Sandbox("check_grammar", "The grammar")
+        self._origin = Origin("This preparation")
         # Without this object itself, which then ends when it is dropped.
         self.check_grammar = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(_check_grammar, self._grammars))
 
@@ -52,7 +54,12 @@ class Preparation:
         return lambda template, arguments: sandbox.call(template=template, arguments=arguments)
 
     def close(self) -> None:
-        """End the processes, and the threads once what waits for them has found that its owner is closed."""
+        """End the processes, and the threads once what waits for them has found that its owner is closed.
+
+        A process that was forked leaves them to the other.
+        """
+        if self._origin.forked:
+            return
         for sandbox in (*self._templates.values(), self._grammars):
             sandbox.close()
         for threads in self._threads.values():

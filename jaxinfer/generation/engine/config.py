@@ -83,8 +83,8 @@ class SharedConfig:
         for field in dataclasses.fields(self):
             if field.type in (int, bool):
                 object.__setattr__(self, field.name, self._plain(field.name, field.type))
-                most = 2**63 if field.name.endswith("_bytes") else 2**30
-                self.check(field.name, abs(getattr(self, field.name)) < most, f"below 2**{most.bit_length() - 1}")
+                power = 63 if field.name.endswith("_bytes") else 30
+                self.check(field.name, abs(getattr(self, field.name)) < 2**power, f"below 2**{power}")
         for name in ("max_batch", "token_budget"):
             self.check(name, getattr(self, name) >= 1, ">= 1")
         self.check("context", self.context >= 2, ">= 2")

@@ -29,7 +29,6 @@ from jaxinfer.generation.api.preparation import Kind
 from jaxinfer.generation.engine import ticket as engine_ticket
 from jaxinfer.generation.engine import view
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.sandbox import process as process_module
 from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN
@@ -456,8 +455,7 @@ def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
         streams = [served.chat(HELLO, SHORT, chat_template=ENDLESS) for _ in range(20)]
         streams += [served.generate("a", endless) for _ in range(20)]
         tasks = [asyncio.create_task(hostile(stream)) for stream in streams]
-        while not all(sandbox._process for sandbox in (served._preparation._templates[Kind.GIVEN_TEMPLATE],
-                                                       served._preparation._grammars)):  # fmt: skip
+        while not all(sandbox._process for sandbox in sandboxes):
             await asyncio.sleep(0.01)
         await served.generate("a", SHORT).final()
         await served.chat(HELLO, SHORT).final()
@@ -466,7 +464,9 @@ def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
         await asyncio.to_thread(served.close)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    monkeypatch.setattr(process_module, "SECONDS", PATIENCE)
+    sandboxes = served._preparation._templates[Kind.GIVEN_TEMPLATE], served._preparation._grammars
+    for sandbox in sandboxes:
+        monkeypatch.setattr(sandbox, "_seconds", PATIENCE)
     errors = asyncio.run(main())
     assert {type(error) for error in errors} == {ClosedError}
 
