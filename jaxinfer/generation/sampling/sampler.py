@@ -264,5 +264,6 @@ def sample(
 
 def _if_any(name: str, asked: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
     """Change scores if any row asks for it; `name` is shown by `inspect`."""
+    any_row = jnp.any(asked)  # always computed, so not under the name
     with jax.named_scope(name):
-        return lax.cond(jnp.any(asked), change, lambda x: x, scores)
+        return lax.cond(any_row, change, lambda x: x, scores)
