@@ -3,11 +3,15 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
 
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.models.config import ModelConfig, ViTConfig
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 
+Level = Annotated[int, Meta(gt=-(2**30), lt=2**30, description="a level, an integer within 2**30")]
 _SHARES = (1.25, 1.0, 0.75, 0.5, 0.25)
 """Share of patches each default level merges in total; above 1 the last layers halve what remains."""
 

@@ -22,7 +22,7 @@ from jaxinfer.elastic.answers import Answer, Classification, QueryStatistics
 from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
-from jaxinfer.elastic.levels import Levels, default_merge_levels, require_vit
+from jaxinfer.elastic.levels import Level, Levels, default_merge_levels, require_vit
 from jaxinfer.elastic.profiling import choose_schedules, level_key, profile_accuracy, schedules_of, time_batches
 from jaxinfer.elastic.programs import LevelAndSize, LevelPrograms, image_bytes
 from jaxinfer.elastic.runner import LevelRunner, best_labels
@@ -32,8 +32,8 @@ from jaxinfer.elastic.tasks.datasets import Dataset, Division
 from jaxinfer.elastic.tasks.images import check_images
 from jaxinfer.elastic.tasks.repository import Task, TaskRepository
 from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
+from jaxinfer.fields import AtLeast1, Size, check
 from jaxinfer.generation.engine.buckets import round_up
-from jaxinfer.generation.fields import check
 from jaxinfer.hub import resolve
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
@@ -48,6 +48,12 @@ from jaxinfer.streaming.config import parse_bytes
 log = logging.getLogger(__name__)
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
+
+_Levels = Annotated[list[Level], Meta(description="a list of levels, integers within 2**30")]
+_Prompts = Annotated[list[Size], Meta(description="a list of integers >= 1")]
+_Repeats = Annotated[
+    int, Meta(ge=REPEATS, lt=2**30, description=f"an integer >= {REPEATS}, as fewer give no reliable latency")
+]
 
 PLAN_SECONDS = 0.01
 """Seconds that planning may take between batches before a simpler rule decides."""
@@ -123,20 +129,17 @@ class Service(Closeable):
         with showing(progress):
             self._progress = current_progress()
         config = require_vit(model.folder, model.config)
-        if max_waiting is None:
-            max_waiting = default_max_waiting(image_bytes(config))
-        for name, value in (
-            ("max_batch", max_batch),
-            ("max_tasks", max_tasks),
-            ("max_classes", max_classes),
-            ("max_waiting", max_waiting),
-        ):
-            if value < 1:
-                raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
+        waiting = default_max_waiting(image_bytes(config)) if max_waiting is None else max_waiting
+        max_batch = check("Service.max_batch", max_batch, Size, error=ElasticError)
+        max_tasks = check("Service.max_tasks", max_tasks, Size, error=ElasticError)
+        max_classes = check("Service.max_classes", max_classes, Size, error=ElasticError)
+        self._max_waiting: int = check("Service.max_waiting", waiting, AtLeast1, error=ElasticError)
+        merged = default_merge_levels(config) if merge_levels is None else merge_levels
+        merged = set(check("Service.merge_levels", merged, _Levels, error=LevelError))
         self.config, self._repository, self._origin = config, repository, Origin("This service")
         levels = Levels(
             config=config,
-            merge_levels=tuple(sorted(set(default_merge_levels(config) if merge_levels is None else merge_levels))),
+            merge_levels=tuple(sorted(merged)),
             prompt_mode=PromptMode(prompt_mode),
             forced=None if schedule is None else MergeSchedule(schedule),
             schedules={},
@@ -168,7 +171,7 @@ class Service(Closeable):
         self.latency = LatencyProfile(costs, _merged(programs))
         self._registering = threading.Lock()  # held while a task is trained and profiled
         self._serving = threading.Lock()  # held while the tasks, levels, programs that may run, or decider change
-        self._policy, self._max_waiting = policy, max_waiting
+        self._policy = policy
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._decider: QueryDecider | None = None
         self._closed = False
@@ -247,7 +250,16 @@ class Service(Closeable):
 
     def adaptation(self, level: int) -> TokenAdaptation:
         """A level's token adaptation. Raises LevelError for an unknown level."""
-        return self._programs.adaptation(level)
+        return self._programs.adaptation(check("level", level, Level, error=LevelError))
+
+    def _known(self, levels: Sequence[int] | None) -> Sequence[int]:
+        """The levels that a caller means, None for all. Raises LevelError for an unknown one."""
+        if levels is None:
+            return self.levels
+        known: list[int] = check("levels", levels, _Levels, error=LevelError)
+        for level in known:
+            self.adaptation(level)
+        return known
 
     def task(self, name: str) -> Task:
         """A task by its name. Raises UnknownTaskError, or ElasticError for a refused one."""
@@ -272,7 +284,7 @@ class Service(Closeable):
         a program needs more memory than there is, FailedError for logits that are not finite.
         """
         images = check_images(images, self.config.image_size)
-        tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
+        tasks, level = check("task", task, _TaskOrTasks), check("level", level, Level, error=LevelError)
         tasks = [tasks] * len(images) if isinstance(tasks, str) else tasks
         if len(tasks) != len(images):
             raise ElasticError(f"{len(images)} images need one task for all or one per image, got {len(tasks)}.")
@@ -316,7 +328,7 @@ class Service(Closeable):
         return self._serving_profile(self._tasks, levels)
 
     def _serving_profile(self, tasks: Mapping[str, Task], levels: Sequence[int] | None = None) -> ServingProfile:
-        levels = self._shared_levels(tasks) if levels is None else levels
+        levels = self._shared_levels(tasks) if levels is None else self._known(levels)
         if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
@@ -398,9 +410,7 @@ class Service(Closeable):
         Raises LevelError, BudgetError where they need more memory than there is, ElasticError for a `device_memory`
         that is too little for a batch of one, MappingsError.
         """
-        levels = self.levels if levels is None else levels
-        for level in levels:
-            self.adaptation(level)
+        levels = self._known(levels)
         with showing(self._progress):
             self._compile_all(levels)
 
@@ -587,8 +597,7 @@ class Service(Closeable):
         with self._registration(), showing(self._progress if progress is None else progress):
             version = self._repository.next_version(name, new_version=new_version)
             check_images(dataset.images, self.config.image_size)
-            if wrong := [count for count in prompts if count < 1]:
-                raise LevelError(f"prompts must be >= 1, got {wrong}.")
+            prompts = check("prompts", prompts, _Prompts, error=LevelError)
             self._programs.check_room(name, dataset.names)
             if validation is None:
                 division = division or Division()
@@ -643,10 +652,9 @@ class Service(Closeable):
         Returns:
           The seconds of each batch that was timed, [repeats].
         """
-        if repeats < REPEATS:
-            raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer give no reliable latency.")
+        repeats = check("repeats", repeats, _Repeats, error=ElasticError)
         with showing(self._progress):
-            return self._measure_latency(self.levels if levels is None else levels, remeasure, repeats)
+            return self._measure_latency(self._known(levels), remeasure, repeats)
 
     def _measure_latency(
         self, levels: Sequence[int], remeasure: bool, repeats: int = REPEATS

@@ -1,18 +1,19 @@
 """The file that describes a system: experts, rules, executors and memory."""
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
+from msgspec import Meta
 
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
+from jaxinfer.fields import AtLeast1, Bytes, NotNegative, Size, check_fields
 from jaxinfer.hub import HubName
 from jaxinfer.streaming.config import parse_bytes
 
@@ -71,6 +72,9 @@ _TABLES: dict[str, type[_Strict]] = {"experts": _Expert, "inputs": _Input, "rule
 """The tables of a file, each of many."""
 
 
+_HeightAndWidth = Annotated[tuple[Size, Size], Meta(description="height and width, integers >= 1")]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
     """The config of an expert.
@@ -87,10 +91,14 @@ class ExpertConfig:
     name: str
     checkpoint: pathlib.Path | HubName
     pinned: bool = False
-    usage: float | None = None
-    image_size: tuple[int, int] | None = None
-    tokens: int | None = None
+    usage: NotNegative | None = None
+    image_size: _HeightAndWidth | None = None
+    tokens: Size | None = None
     like: str | None = None
+
+    def __post_init__(self) -> None:
+        numbers = ("usage", "image_size", "tokens")
+        check_fields(self, "name", "pinned", *numbers, "like", where=f"experts.{self.name}", error=ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,13 +113,11 @@ class ExecutorOptions:
 
     name: str
     device: str | None = None
-    expert_memory: int
-    activation_memory: int | None = None
+    expert_memory: AtLeast1
+    activation_memory: AtLeast1 | None = None
 
     def __post_init__(self) -> None:
-        for name in ("expert_memory", "activation_memory"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"executor {self.name!r}: {name} must be at least 1 byte, got {value}.")
+        check_fields(self, where=f"executors.{self.name}", error=ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,12 +144,13 @@ class SystemConfig:
     rules: tuple[Rule, ...] = ()
     executors: tuple[ExecutorOptions, ...]
     policy: Policy = dataclasses.field(default_factory=lambda: policy_of("best"))
-    host_memory: int = 0
-    max_batch: int = 8
-    max_queued: int | None = None
+    host_memory: Bytes = 0
+    max_batch: Size = 8
+    max_queued: AtLeast1 | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "name", "host_memory", "max_batch", "max_queued", "dtype", error=ConfigError)
         for name in ("experts", "inputs", "executors"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: there are none; a system needs at least one.")
@@ -154,12 +161,6 @@ class SystemConfig:
         for expert in self.experts:
             if expert.like is not None and expert.like not in {other.name for other in self.experts}:
                 raise ConfigError(f"experts.{expert.name}.like: there is no expert {expert.like!r}.")
-        if self.max_batch < 1:
-            raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}.")
-        if self.max_queued is not None and self.max_queued < 1:
-            raise ConfigError(f"max_queued must be at least 1, got {self.max_queued}.")
-        if self.host_memory < 0:
-            raise ConfigError(f"host_memory must be at least 0 bytes, got {self.host_memory}.")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, mode: str | None = None) -> Self:
@@ -235,12 +236,6 @@ def _last_line(path: pathlib.Path) -> int:
 
 
 def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:
-    if given.image_size is not None and min(given.image_size) < 1:
-        raise ConfigError(f"experts.{name}.image_size must be at least 1, got {list(given.image_size)}.")
-    if given.tokens is not None and given.tokens < 1:
-        raise ConfigError(f"experts.{name}.tokens must be at least 1, got {given.tokens}.")
-    if given.usage is not None and not (math.isfinite(given.usage) and given.usage >= 0):
-        raise ConfigError(f"experts.{name}.usage must be at least 0, got {given.usage}.")
     fields = msgspec.structs.asdict(given)
     return ExpertConfig(name=name, checkpoint=_checkpoint(name, fields.pop("checkpoint"), folder), **fields)
 

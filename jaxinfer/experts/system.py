@@ -21,7 +21,7 @@ from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
-from jaxinfer.generation.fields import NotNegative, check
+from jaxinfer.fields import NotNegative, check
 from jaxinfer.models.vision.image_files import AnyImage, pixels_of
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import OverloadedError

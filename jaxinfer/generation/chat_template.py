@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypedDict, cast
 from msgspec import Meta
 
 from jaxinfer.checkpoints import list_files, read_file
-from jaxinfer.generation.fields import check, shown
+from jaxinfer.fields import check, shown
 from jaxinfer.sandbox.templates import MAX_CHARACTERS, render
 
 Messages = list[dict[str, Any]]

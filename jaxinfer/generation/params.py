@@ -8,13 +8,14 @@ from typing import Annotated, Any, ClassVar, Protocol, Self
 
 from msgspec import Meta
 
-from jaxinfer.generation.fields import (
+from jaxinfer.fields import (
     FLOAT32_MAX,
     FLOAT32_MIN,
     AtLeast1,
     Finite,
     NotNegative,
     Positive,
+    Seed,
     check_fields,
     shown,
 )
@@ -200,7 +201,7 @@ class SamplingParams:
             description=f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_LENGTH} characters",
         ),
     ] = ()
-    seed: Annotated[int, Meta(ge=0, lt=2**32, description="an integer in [0, 2**32)")] | None = None
+    seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N, description=f"an integer in [1, {MAX_N}]")] = 1
     stop: Annotated[
         tuple[_StopString, ...],

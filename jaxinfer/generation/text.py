@@ -10,8 +10,8 @@ import tokenizers
 from msgspec import Meta
 
 from jaxinfer.checkpoints import read_file
+from jaxinfer.fields import check, shown
 from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages, Renderer
-from jaxinfer.generation.fields import check, shown
 from jaxinfer.models.files.description import SentenceConfig, TruncationSide
 from jaxinfer.sandbox.templates import MAX_CHARACTERS, render
 

@@ -2,15 +2,17 @@
 
 import dataclasses
 import itertools
-import operator
 import os
 import pathlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, Self, TypedDict
+from typing import Annotated, Literal, Self, TypedDict
 
+from msgspec import Meta
 from rich.filesize import decimal
+
+from jaxinfer.fields import AtLeast1, check, check_fields, shown
 
 WEIGHTS = ("device", "host", "disk", "auto")
 USED_WITH = {
@@ -22,6 +24,7 @@ USED_WITH = {
 Tier = Literal["device", "host", "disk"]
 MAX_PROGRAM_LAYERS = 32
 """Maximum layers of one program: a call costs little beside them, and each layer adds compile time."""
+_Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1, description='bytes or a size such as "12GiB" or "800MB"')]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -46,24 +49,20 @@ class MemoryConfig:
     """Placement of weights while a model runs; see `MemoryOptions`."""
 
     weights: str = "device"
-    device_memory: int | None = None
-    host_memory: int | None = None
-    prefetch: int | None = None
+    device_memory: AtLeast1 | None = None
+    host_memory: AtLeast1 | None = None
+    prefetch: Annotated[int, Meta(ge=0, le=64, description="an integer in [0, 64]")] | None = None
     layer_files: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}.")
-        for name in ("device_memory", "host_memory"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 byte, got {value}.")
-        if self.prefetch is not None and not 0 <= self.prefetch <= 64:
-            raise ValueError(f"prefetch must be in [0, 64], got {self.prefetch}.")
+        check_fields(self, "device_memory", "host_memory", "prefetch", where="MemoryOptions")
         for name, used in USED_WITH.items():
             if (value := getattr(self, name)) is not None and self.weights not in used:
                 raise ValueError(
-                    f"MemoryOptions.{name}={value} has no effect with weights={self.weights!r}: leave it out, or set "
-                    f"weights to {' or '.join(map(repr, used))}."
+                    f"MemoryOptions.{name}={shown(value)} has no effect with weights={self.weights!r}: leave it out, "
+                    f"or set weights to {' or '.join(map(repr, used))}."
                 )
         if self.layer_files is not None and self.layer_files.exists() and not self.layer_files.is_dir():
             raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")
@@ -77,11 +76,6 @@ class MemoryConfig:
             if (value := options.get(name)) is not None
         }
         prefetch, folder = options.get("prefetch"), options.get("layer_files")
-        if prefetch is not None:
-            try:
-                prefetch = operator.index(prefetch)
-            except TypeError:
-                raise ValueError(f"prefetch must be an integer, got {prefetch!r}.") from None
         if folder is not None:
             if not folder or not isinstance(folder, str | os.PathLike):
                 raise ValueError(f"layer_files must be the path of a folder, got {folder!r}.")
@@ -95,12 +89,10 @@ def parse_bytes(name: str, value: int | str) -> int:
     >>> parse_bytes("device_memory", "1.5GiB")
     1610612736
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match or (unit := match[2].upper()) not in _UNITS:
-        raise ValueError(f'{name} must be bytes or a size such as "12GiB" or "800MB", got {value!r}.')
-    return int(float(match[1]) * _UNITS[unit])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if match and (unit := match[2].upper()) in _UNITS:
+        value = int(min(float(match[1]) * _UNITS[unit], 2.0**64))
+    return check(name, value, _Bytes)
 
 
 def exact_bytes(size: int) -> str:

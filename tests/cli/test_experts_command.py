@@ -281,7 +281,7 @@ def changed(board, tmp_path):
         ('verdict = "ok"', 'verdikt = "ok"', "rules.0: unknown field 'verdikt'; known: expert, verdict, next, prob"),
         ('next = "c2"', 'next = "c0"', "the rules make a cycle: c0 -> c0"),
         ('expert_memory = "60kB"', 'expert_memory = "-1"', "expert_memory must be bytes or a size"),
-        ('expert_memory = "60kB"', "expert_memory = 0", "executor 'executor-0': expert_memory must be at least 1 byte"),
+        ('expert_memory = "60kB"', "expert_memory = 0", "executors.executor-0.expert_memory must be an integer >= 1"),
     ],
 )
 def test_files_are_refused_before_experts_are_opened(changed, command, old, new, message, monkeypatch):

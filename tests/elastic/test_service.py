@@ -173,7 +173,7 @@ def test_a_task_without_these_prompts(vit, registered, options, tmp_path):
             "level -9 merges 9 tokens in each layer; of 17 tokens the first layer can merge",
         ),
         ({"merge_levels": (-4, 2)}, r"merge_levels must be < 0, got \[2\]"),
-        ({"max_batch": 0}, "Service.max_batch must be >= 1, got 0"),
+        ({"max_batch": 0}, "Service.max_batch must be an integer >= 1, below .*, got 0"),
         ({"prompt_mode": "keep"}, "'keep' is not a valid PromptMode"),
         ({"device_memory": "much"}, "device_memory must be bytes or a size"),
     ],
@@ -210,7 +210,7 @@ def test_registering(empty, vit, options):
             empty.register_task(name, dataset)
     with pytest.raises(ElasticError, match="has 4 classes and max_classes=3"):
         empty.register_task("a", stripes(60, names=("a", "b", "c", "d")))
-    with pytest.raises(LevelError, match=r"prompts must be >= 1, got \[0\]"):
+    with pytest.raises(LevelError, match=r"prompts must be a list of integers >= 1, got \[2, 0\]"):
         empty.register_task("a", dataset, prompts=[2, 0])
     with pytest.raises(InvalidImageError, match="images must be uint8"):
         empty.register_task("a", dataclasses.replace(dataset, images=dataset.images[:, :4]))
@@ -576,7 +576,7 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
     assert {key: len(seconds) for key, seconds in found.items()} == {(0, 1): 7, (0, 2): 7}
     least, most = found[0, 1].min() / 1.05, found[0, 1].max() * 1.05
     assert least < service.latency.seconds(0, 1).p50 <= service.latency.seconds(0, 1).p95 < most
-    with pytest.raises(ElasticError, match="repeats must be >= 5, got 4"):
+    with pytest.raises(ElasticError, match=r"repeats must be an integer >= 5, as fewer .*, got 4"):
         service.measure_latency(repeats=4)
 
 

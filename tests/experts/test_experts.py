@@ -92,13 +92,13 @@ def test_names_the_cycle():
 
 @pytest.mark.parametrize("share", [-0.1, float("nan"), float("inf")])
 def test_refuses_shares(share):
-    with pytest.raises(ConfigError, match="share of input 'a' must be at least 0"):
+    with pytest.raises(ConfigError, match=r"inputs.a.share must be a finite number >= 0 or None"):
         ExpertGraph(experts("ab"), kinds(a=share, b=1))
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
 def test_refuses_probabilities(probability):
-    with pytest.raises(ConfigError, match=r"must be in \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"must be a number in \[0, 1\]"):
         ExpertGraph(experts("ab"), kinds(a=1), [rule("a", "b", probability)])
 
 
@@ -125,7 +125,7 @@ def test_refuses(arguments, error, problem):
 
 
 def test_refuses_experts_without_bytes():
-    with pytest.raises(ConfigError, match="bytes must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"bytes must be an integer >= 1, .*, got 0"):
         ExpertInfo(name="a", architecture="resnet", bytes=0)
 
 

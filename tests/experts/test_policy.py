@@ -16,10 +16,11 @@ def test_by_name_with_changes():
     [
         ("fastest", {}, "mode='fastest' is not known; known: samba, fifo"),
         ("paper", {"prefetsch": 1}, "no prefetsch; known: arrange, assign"),
-        ("paper", {"prefetch": -1}, "prefetch must be in"),
-        ("paper", {"max_batch": 0}, "max_batch must be at least 1"),
-        ("paper", {"max_age": 0.0}, "max_age must be more than 0"),
-        ("paper", {"max_age": float("nan")}, "max_age must be more than 0"),
+        ("paper", {"prefetch": -1}, "prefetch must be an integer in"),
+        ("paper", {"evict": "random"}, "Policy.evict must be 'two_stage' or .* or 'fifo', got 'random'"),
+        ("paper", {"max_batch": 0}, "max_batch must be an integer >= 1"),
+        ("paper", {"max_age": 0.0}, "max_age must be a finite number > 0"),
+        ("paper", {"max_age": float("nan")}, "max_age must be a finite number > 0"),
     ],
 )
 def test_refuses(mode, changes, problem):

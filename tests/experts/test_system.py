@@ -331,7 +331,7 @@ def test_configs_that_cannot_work(board, start, tmp_path):
         (ConfigError, "there is no device 'cpu:x'", {"device": "cpu:x"}),
         (ConfigError, "there is no device 'cpu:-1'", {"device": "cpu:-1"}),
         (ConfigError, "the largest pool has 7", {"expert_memory": 7}),
-        (ConfigError, "expert_memory must be at least 1 byte", {"expert_memory": 0}),
+        (ConfigError, "expert_memory must be an integer >= 1", {"expert_memory": 0}),
     ):
         with pytest.raises(error, match=message):
             start("c0", executors_given=(ExecutorOptions(**{"name": "x", "expert_memory": 10**6, **changes}),))

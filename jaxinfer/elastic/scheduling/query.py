@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from jaxinfer.generation.fields import NotNegative, check_fields
+from jaxinfer.fields import NotNegative, check_fields
 
 
 class Outcome(enum.IntEnum):

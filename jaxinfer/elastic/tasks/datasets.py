@@ -3,16 +3,20 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
+from msgspec import Meta
 
 from jaxinfer.elastic.errors import InvalidImageError
 from jaxinfer.elastic.tasks.images import SQUARE, load_image, resize_images
 from jaxinfer.extras import require_extra
+from jaxinfer.fields import Seed, check, check_fields
 from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.vision.image_files import IMAGE_SUFFIXES
 
+Part = Annotated[float, Meta(ge=0, lt=1, description="a number in [0, 1)")]
+"""A share of a data set that is set aside."""
 VALIDATION = 0.2
 """Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
 
@@ -72,6 +76,7 @@ class Dataset:
 
         That is at least one image of each class that has two.
         """
+        share, seed = check("share", share, Part), check("seed", seed, Seed)
         rng, chosen = np.random.default_rng(seed), np.zeros(len(self), bool)
         for label in np.unique(self.labels):
             of_class = rng.permutation(np.flatnonzero(self.labels == label))
@@ -104,12 +109,11 @@ class Division:
     Raises InvalidImageError for a share that is not in [0, 1).
     """
 
-    test_share: float = 0.0
-    test_seed: int = 0
+    test_share: Part = 0.0
+    test_seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.test_share < 1:
-            raise InvalidImageError(f"Division.test_share must be in [0, 1), got {self.test_share}.")
+        check_fields(self, error=InvalidImageError)
 
     def parts(self, dataset: Dataset) -> Parts:
         """Divide a data set into its parts."""

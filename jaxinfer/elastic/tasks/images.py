@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Meta
 
 from jaxinfer.elastic.errors import InvalidImageError
-from jaxinfer.generation.fields import check
+from jaxinfer.fields import check
 from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.vision.image_files import fitted, read_image
 

@@ -13,7 +13,7 @@ import optax
 from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Head
-from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
+from jaxinfer.fields import AtLeast1, Positive, Seed, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.layers.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
@@ -38,7 +38,7 @@ class TrainingConfig:
     batch: AtLeast1 = 64
     learning_rate: Positive = 2e-2
     head_rate: Positive = 0.1
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -9,6 +9,7 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 from jaxinfer.experts.errors import ConfigError, RoutingError
+from jaxinfer.fields import AtLeast1, NotNegative, Share, check_fields
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,11 @@ class ExpertInfo:
 
     name: str
     architecture: str
-    bytes: int
+    bytes: AtLeast1
     pinned: bool = False
 
     def __post_init__(self) -> None:
-        if self.bytes < 1:
-            raise ConfigError(f"expert {self.name!r}: bytes must be at least 1, got {self.bytes}.")
+        check_fields(self, where=f"experts.{self.name}", error=ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,10 @@ class Rule:
     expert: str
     verdict: str
     next: str
-    probability: float | None = None
+    probability: Share | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, where=f"rules.{self.expert}.{self.verdict}", error=ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,10 @@ class InputKind:
 
     name: str
     expert: str
-    share: float | None = None
+    share: NotNegative | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, where=f"inputs.{self.name}", error=ConfigError)
 
 
 class ExpertGraph:
@@ -172,11 +178,6 @@ def _with_probabilities(rules: list[Rule]) -> list[Rule]:
     for rule in rules:
         if rule.probability is None:
             without[rule.expert] += 1
-        elif not 0 <= rule.probability <= 1:
-            raise ConfigError(
-                f"the probability of {rule.expert!r} answering {rule.verdict!r} must be in [0, 1], "
-                f"got {rule.probability}."
-            )
         else:
             left[rule.expert] -= rule.probability
     for name, rest in left.items():
@@ -193,9 +194,6 @@ def _with_probabilities(rules: list[Rule]) -> list[Rule]:
 def _shares(inputs: list[InputKind]) -> list[float]:
     """Scale the kinds' shares to a sum of 1, with a warning if they differ from it."""
     given = [kind.share for kind in inputs]
-    for kind in inputs:
-        if kind.share is not None and not (math.isfinite(kind.share) and kind.share >= 0):
-            raise ConfigError(f"the share of input {kind.name!r} must be at least 0, got {kind.share}.")
     known = [share for share in given if share is not None]
     unknown = len(given) - len(known)
     if not unknown and not any(known):

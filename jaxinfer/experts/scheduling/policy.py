@@ -1,12 +1,12 @@
 """Scheduling policies: CoServe's, those it is compared with, and ours."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
+from msgspec import Meta
 
 from jaxinfer.experts.errors import ConfigError
-from jaxinfer.generation.fields import check_fields
+from jaxinfer.fields import Positive, Size, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,29 +36,20 @@ class Policy:
     assign: Literal["makespan", "round_robin"] = "makespan"
     arrange: bool = True
     evict: Literal["two_stage", "queue_aware", "lru", "fifo"] = "two_stage"
-    max_batch: int | None = None
+    max_batch: Size | None = None
     one_executor: bool = False
     host_cache: bool = False
     share_pools: bool = False
-    prefetch: int = 0
+    prefetch: Annotated[int, Meta(ge=0, le=64, description="an integer in [0, 64]")] = 0
     resident_first: bool = False
     counts_batches: bool = False
     avoids_padding: bool = False
-    max_age: float | None = None
+    max_age: Positive | None = None
     learns_usage: bool = False
     by_deadline: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}.")
-        if not 0 <= self.prefetch <= 64:
-            raise ConfigError(f"prefetch must be in [0, 64], got {self.prefetch}.")
-        if self.max_age is not None and not self.max_age > 0:
-            raise ConfigError(f"max_age must be more than 0 s, got {self.max_age}.")
+        check_fields(self, error=ConfigError)
 
 
 _SAMBA = Policy(assign="round_robin", arrange=False, evict="lru", max_batch=1, one_executor=True, host_cache=True)
@@ -91,14 +82,11 @@ POLICIES = {
 """The policies by name."""
 
 
-def policy_of(mode: str, **changes: object) -> Policy:
+def policy_of(mode: str, **changes: Any) -> Policy:
     """The policy of this name, with changes. Raises ConfigError."""
     if mode not in POLICIES:
         raise ConfigError(f"mode={mode!r} is not known; known: {', '.join(POLICIES)}.")
     known = {field.name for field in dataclasses.fields(Policy)}
     if unknown := sorted(changes.keys() - known):
         raise ConfigError(f"a policy has no {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
-    try:
-        return msgspec.convert(dataclasses.asdict(POLICIES[mode]) | changes, Policy)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"policy: {error}") from error
+    return dataclasses.replace(POLICIES[mode], **changes)

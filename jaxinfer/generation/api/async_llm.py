@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
+from jaxinfer.fields import AtLeast1, check
 from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
@@ -21,7 +22,6 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
-from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams

@@ -20,9 +20,9 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from jaxinfer.fields import AtLeast1, check_fields, shown
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.fields import AtLeast1, check_fields, shown
 from jaxinfer.generation.foreign_options import BEAM_SEARCH, refuses
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds

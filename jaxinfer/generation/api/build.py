@@ -13,6 +13,7 @@ from msgspec import Meta
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.compiled.cpu_library import cpu_library
+from jaxinfer.fields import check, shown
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
@@ -38,7 +39,6 @@ from jaxinfer.generation.execution.programs import chain_programs, decoder_progr
 from jaxinfer.generation.execution.programs.chain import encoder_specs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
 from jaxinfer.generation.execution.whole import WholeDecoderPasses, WholeEncoderPasses
-from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.foreign_options import unknown_options
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import SamplingParams

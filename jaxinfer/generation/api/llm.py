@@ -6,6 +6,7 @@ from typing import Unpack
 
 import numpy as np
 
+from jaxinfer.fields import AtLeast1, check
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
@@ -15,7 +16,6 @@ from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.memory import MemoryPlan
-from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams

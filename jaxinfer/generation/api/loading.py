@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
+from jaxinfer.fields import Bytes, Size, check
 from jaxinfer.generation.api.build import (
     LoadOptions,
     ModelOptions,
@@ -31,7 +32,6 @@ from jaxinfer.generation.execution.memory import (
     read_adapter_bytes,
     weight_tenants,
 )
-from jaxinfer.generation.fields import Bytes, Size, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
@@ -260,7 +260,7 @@ def _reserve(
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:
     """Return how many tokens a sequence can have. Raises ValueError for more than the model can."""
-    context = check(f"{owner}.context", context, int | None)
+    context = check(f"{owner}.context", context, Size | None)
     if context is not None and not 1 < context <= longest:
         raise ValueError(f"{owner}.context must be in [2, {longest}] for this model, got {context}.")
     return context or longest

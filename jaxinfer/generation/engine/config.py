@@ -1,11 +1,12 @@
 """The sizes of an engine."""
 
 import dataclasses
-import operator
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Self, TypedDict
 
-import numpy as np
+from msgspec import Meta
+
+from jaxinfer.fields import Bytes, Size, SizeOrZero, check_fields, shown
 
 KV_DTYPES = ("bfloat16", "int8")
 
@@ -43,6 +44,11 @@ class EngineOptions(TypedDict, total=False):
     """Whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA."""
 
 
+_Context = Annotated[int, Meta(ge=2, lt=2**30, description="an integer >= 2, below 2**30")]
+_Level = Annotated[
+    int, Meta(le=0, gt=-(2**30), description="0 or less: prompts are for tasks of images (jaxinfer.elastic)")
+]
+
 _COSTS = {"costs": True}
 """Metadata of fields that decide how long programs of the same sizes take."""
 
@@ -58,9 +64,9 @@ class SharedConfig:
     """
 
     kind: ClassVar[str]
-    max_batch: int
-    context: int
-    token_budget: int
+    max_batch: Size
+    context: _Context
+    token_budget: Size
     overlap: bool = True
     kernels: bool = dataclasses.field(default=True, metadata=_COSTS)
 
@@ -73,47 +79,24 @@ class SharedConfig:
                 name, value = field.name, options.get(field.name, field.default)
                 if name not in known and value != field.default:
                     raise ValueError(
-                        f"{cls.__name__}.{name}={value!r} is for {other.kind}s, and this model is "
+                        f"{cls.__name__}.{name}={shown(value)} is for {other.kind}s, and this model is "
                         f"{'an' if cls.kind == 'encoder' else 'a'} {cls.kind}: leave it out."
                     )
         known_options = {name: value for name, value in options.items() if name in known}
         return cls(max_batch=max_batch, context=context, **known_options)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type in (int, bool):
-                object.__setattr__(self, field.name, self._plain(field.name, field.type))
-                power = 63 if field.name.endswith("_bytes") else 30
-                self.check(field.name, abs(getattr(self, field.name)) < 2**power, f"below 2**{power}")
-        for name in ("max_batch", "token_budget"):
-            self.check(name, getattr(self, name) >= 1, ">= 1")
-        self.check("context", self.context >= 2, ">= 2")
+        check_fields(self)
 
     @property
     def deciding_costs(self) -> dict[str, Any]:
         """The fields that decide how long programs of the same sizes take."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
-    def _plain(self, name: str, kind: type[int]) -> int:
-        """Convert a field's value to Python's int or bool; numpy's types are accepted, since they mean the same."""
-        value = getattr(self, name)
-        is_bool = isinstance(value, bool | np.bool_)
-        if kind is bool:
-            self.check(name, is_bool, "True or False")
-            return bool(value)
-        try:
-            self.check(name, not is_bool, "an integer")
-            return operator.index(value)
-        except TypeError:
-            raise self._error(name, "an integer") from None
-
     def check(self, name: str, ok: bool, expected: str) -> None:
         """Raise ValueError that names the field, unless `ok`."""
         if not ok:
-            raise self._error(name, expected)
-
-    def _error(self, name: str, expected: str) -> ValueError:
-        return ValueError(f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)!r}.")
+            raise ValueError(f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,27 +107,22 @@ class EngineConfig(SharedConfig):
     """
 
     kind = "decoder"
-    token_budget: int = 512
-    page_size: int = dataclasses.field(default=16, metadata=_COSTS)
-    chunk_size: int = dataclasses.field(default=32, metadata=_COSTS)
-    max_decode_passes: int = 16
-    num_speculative_tokens: int = 0
+    token_budget: Size = 512
+    page_size: Size = dataclasses.field(default=16, metadata=_COSTS)
+    chunk_size: Size = dataclasses.field(default=32, metadata=_COSTS)
+    max_decode_passes: Size = 16
+    num_speculative_tokens: SizeOrZero = 0
     prefix_caching: bool = True
     kv_dtype: str | None = dataclasses.field(default=None, metadata=_COSTS)
-    max_adapters: int = dataclasses.field(default=0, metadata=_COSTS)
-    max_lora_rank: int = dataclasses.field(default=16, metadata=_COSTS)
-    adapter_bytes: int = 1 << 30
+    max_adapters: SizeOrZero = dataclasses.field(default=0, metadata=_COSTS)
+    max_lora_rank: Size = dataclasses.field(default=16, metadata=_COSTS)
+    adapter_bytes: Bytes = 1 << 30
     expert_load: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("page_size", "chunk_size", "max_decode_passes", "max_lora_rank"):
-            self.check(name, getattr(self, name) >= 1, ">= 1")
         self.check("token_budget", self.token_budget >= self.chunk_size, f">= chunk_size={self.chunk_size}")
-        speculative = 0 <= self.num_speculative_tokens < self.context
-        self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
-        self.check("max_adapters", self.max_adapters >= 0, ">= 0")
-        self.check("adapter_bytes", self.adapter_bytes >= 0, ">= 0")
+        self.check("num_speculative_tokens", self.num_speculative_tokens < self.context, f"< context={self.context}")
         self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
 
     @property
@@ -166,9 +144,5 @@ class EncoderEngineConfig(SharedConfig):
     """
 
     kind = "encoder"
-    token_budget: int = 4096
-    level: int = dataclasses.field(default=0, metadata=_COSTS)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("level", self.level <= 0, "<= 0: prompts are for tasks of images (jaxinfer.elastic)")
+    token_budget: Size = 4096
+    level: _Level = dataclasses.field(default=0, metadata=_COSTS)

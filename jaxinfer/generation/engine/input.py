@@ -10,9 +10,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from jaxinfer.fields import check, shown
 from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.engine.request import Request, special_stops
-from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.bitmasks import bitmask_of

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 
 from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.fields import check
 from jaxinfer.futures import DaemonThreads, InterruptibleFuture
-from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.lora.peft import Adapter, read_adapter
 from jaxinfer.models.config import DecoderConfig

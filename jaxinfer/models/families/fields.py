@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from jaxinfer.fields import shown
 from jaxinfer.models.config import Activation, PositionKind, PositionsConfig, RopeScaling
 
 _ACTIVATIONS = {
@@ -23,12 +24,6 @@ _ACTIVATIONS = {
 
 MAX_SIZE = 2**31 - 1
 """The largest number of anything in a config: tensors of more in one dimension are not known."""
-
-
-def shown(value: object) -> str:
-    """Write a value for an error, shortened."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from jaxinfer.fields import shown
 from jaxinfer.models.config import (
     AttentionConfig,
     DecoderConfig,
@@ -11,7 +12,7 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.fields import Fields, shown
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
 
 

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.fields import shown
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.families.fields import Fields, refuse, shown
+from jaxinfer.models.families.fields import Fields, refuse
 from jaxinfer.models.families.mapping import Family
 
 

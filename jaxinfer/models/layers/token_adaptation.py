@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.fields import Finite, SizeOrZero, check_fields
 from jaxinfer.models.config import PositionsConfig
 from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
 from jaxinfer.pallas_kernels import merge_tokens
@@ -56,14 +57,13 @@ class TokenAdaptation:
       protect_isolated: as of `merge_tokens`.
     """
 
-    prompts: int = 0
+    prompts: SizeOrZero = 0
     prompt_mode: PromptMode = PromptMode.REPLACE
-    merges: tuple[int, ...] = ()
-    protect_isolated: float | None = None
+    merges: tuple[SizeOrZero, ...] = ()
+    protect_isolated: Finite | None = None
 
     def __post_init__(self) -> None:
-        if self.prompts < 0 or any(r < 0 for r in self.merges):
-            raise ValueError(f"TokenAdaptation: prompts={self.prompts} and merges={self.merges} must be >= 0.")
+        check_fields(self)
 
     def counts(self, tokens: int, layers: int, *, protected: int = 1) -> list[tuple[int, int]]:
         """Count the tokens that attention and the MLP of each layer work on.

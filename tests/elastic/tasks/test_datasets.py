@@ -83,7 +83,7 @@ def test_divisions_have_nothing_in_common_and_stay_as_they_are(share):
         2
     ] or not share
     for wrong in (-0.1, 1.0, float("nan")):
-        with pytest.raises(InvalidImageError, match=r"Division.test_share must be in \[0, 1\), got"):
+        with pytest.raises(InvalidImageError, match=r"Division.test_share must be a number in \[0, 1\), got"):
             Division(test_share=wrong)
 
 

@@ -91,7 +91,7 @@ def test_merging_takes_padding_first(encoder, golden):
 
 
 def test_levels_that_there_are_not(encoder, model_dir):
-    with pytest.raises(ValueError, match=r"EncoderEngineConfig.level must be <= 0: prompts .*, got 2"):
+    with pytest.raises(ValueError, match=r"EncoderEngineConfig.level must be 0 or less: prompts .*, got 2"):
         Embedder(encoder.model.folder, level=2)
     with pytest.raises(ValueError, match=r"^EngineConfig.level=-2 is for encoders, and this model is a decoder"):
         LLM(model_dir, level=-2)

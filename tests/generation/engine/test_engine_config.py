@@ -10,7 +10,10 @@ from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig,
 
 
 def test_options_are_the_fields_of_the_configs_with_their_types():
-    fields = {f.name: f.type for kind in (EngineConfig, EncoderEngineConfig) for f in dataclasses.fields(kind)}
+    fields = {}
+    for kind in (EngineConfig, EncoderEngineConfig):
+        hints = typing.get_type_hints(kind)  # without their limits
+        fields |= {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     assert typing.get_type_hints(EngineOptions) == {
         name: kind for name, kind in fields.items() if name not in ("max_batch", "context")
     }
@@ -26,24 +29,21 @@ def test_a_config_and_an_engine_cannot_be_changed(llm):
 def test_integers_of_numpy_are_integers():
     config = EngineConfig(max_batch=np.int64(2), context=np.int32(64), chunk_size=np.uint8(16), overlap=np.False_)
     assert config == EngineConfig(max_batch=2, context=64, chunk_size=16, overlap=False)
-    plain = [f for f in dataclasses.fields(config) if f.type in (int, bool)]
-    assert all(type(getattr(config, field.name)) is field.type for field in plain)
+    assert {type(getattr(config, name)) for name in ("max_batch", "context", "chunk_size")} == {int}
+    assert type(config.overlap) is bool
 
 
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
         *(("max_batch", 2.0, "an integer"), ("context", "64", "an integer"), ("chunk_size", True, "an integer")),
-        *(
-            ("page_size", None, "an integer"),
-            ("max_lora_rank", np.zeros(1), "an integer"),
-            ("max_adapters", 1.5, "an integer"),
-        ),
+        *(("page_size", None, "an integer"), ("max_lora_rank", np.zeros(1), "an integer")),
+        ("max_adapters", 1.5, "an integer"),
         *(("overlap", 1, "True or False"), ("prefix_caching", "no", "True or False")),
     ],
 )
 def test_other_types_are_refused_by_the_name_of_the_field(name, value, wanted):
-    with pytest.raises(ValueError, match=rf"EngineConfig.{name} must be {wanted}, got "):
+    with pytest.raises(ValueError, match=rf"EngineConfig.{name} must be {wanted}.*, got "):
         EngineConfig(**{"max_batch": 2, "context": 64, name: value})
 
 

@@ -7,7 +7,7 @@ strictly: no bool is a number, no text is one, an int may be a float.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Set
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -18,32 +18,40 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 AtLeast1 = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer >= 1, below 2**63")]
 Size = Annotated[int, Meta(ge=1, lt=2**30, description="an integer >= 1, below 2**30")]
+SizeOrZero = Annotated[int, Meta(ge=0, lt=2**30, description="an integer >= 0, below 2**30")]
 Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0, below 2**63")]
 Finite = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX, description="a finite number")]
 NotNegative = Annotated[float, Meta(ge=0, le=FLOAT32_MAX, description="a finite number >= 0")]
+Seed = Annotated[int, Meta(ge=0, lt=2**32, description="an integer in [0, 2**32)")]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number in [0, 1]")]
 Positive = Annotated[float, Meta(ge=FLOAT32_MIN, le=FLOAT32_MAX, description="a finite number > 0")]
 
 _DESCRIPTIONS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 _SCALARS = (int, float, bool, str, type(None))
 _BYTES = (bytes, bytearray, memoryview)
-_SHOWN = 200  # characters of a value in an error
+_SHOWN = 80  # characters of a value in an error
 
 
-def check_fields(owner: object) -> None:
-    """Convert each field of a frozen dataclass to its annotated type, Any excepted; the caller's values are copied.
+def check_fields(owner: object, *names: str, where: str | None = None, error: type[ValueError] = ValueError) -> None:
+    """Convert fields of a frozen dataclass to their annotated types; the caller's values are copied.
 
-    Raises ValueError that names the field.
+    Args:
+      names: the fields; none: all but those of type Any.
+      where: what errors name before the field; None: the class.
+      error: the type of errors, which name the field.
     """
-    for name, kind in _annotations(type(owner)).items():
-        object.__setattr__(owner, name, check(f"{type(owner).__name__}.{name}", getattr(owner, name), kind))
+    annotations, where = _annotations(type(owner)), where or type(owner).__name__
+    for name in names or annotations:
+        value = check(f"{where}.{name}", getattr(owner, name), annotations[name], error=error)
+        object.__setattr__(owner, name, value)
 
 
-def check(name: str, value: object, kind: Any) -> Any:
-    """Convert a value to a type; the caller's values are copied. Raises ValueError that names it."""
+def check(name: str, value: object, kind: Any, *, error: type[ValueError] = ValueError) -> Any:
+    """Convert a value to a type; the caller's values are copied. Raises an error of this type that names it."""
     try:
         return msgspec.convert(plain(value), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # ValueError: an integer of thousands of digits
-        raise ValueError(f"{name} must be {_description(kind)}, got {shown(value)}.") from None
+        raise error(f"{name} must be {_description(kind)}, got {shown(value)}.") from None
 
 
 def plain(value: Any) -> Any:
@@ -84,6 +92,8 @@ def _description(kind: Any) -> str:
     described = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
     if any(described):
         return next(text for text in reversed(described) if text)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     if type(None) in get_args(kind):
         return f"{' or '.join(_description(part) for part in get_args(kind) if part is not type(None))} or None"
     return _DESCRIPTIONS.get(kind, getattr(kind, "__name__", str(kind)))
