@@ -33,6 +33,10 @@ def cache(
     clear: Annotated[
         bool, typer.Option("--clear", help="Delete everything that is shown, and print the space freed.")
     ] = False,
+    clear_old: Annotated[
+        bool,
+        typer.Option("--clear-old", help="Delete only models that an earlier version converted, which nothing uses."),
+    ] = False,
 ) -> None:
     """Show or delete the files kept between starts.
 
@@ -40,14 +44,20 @@ def cache(
     using.
     """
     if directory is not None:
+        if clear_old:
+            raise ValueError("--clear-old is for the cache's models, and DIR has layer files: leave one of them out.")
         return _layer_files(directory, clear)
     from rich.filesize import decimal
 
     from jaxinfer.cli.display import show, table
     from jaxinfer.disk_cache import cache_folder
+    from jaxinfer.hub.conversions import old_conversions
 
     folder = cache_folder()
     before = {name: _sizes(folder / name) for name in KINDS}
+    if clear_old:
+        for old in old_conversions():
+            shutil.rmtree(old, ignore_errors=True)
     if clear:
         from jaxinfer.streaming.layer_folders import remove_layer_folders
 
@@ -59,7 +69,13 @@ def cache(
     for name, sizes in kept.items():
         shown.add_row(name, KINDS[name], f"{len(sizes):,}", decimal(sum(sizes)))
     show(shown)
-    if clear:
+    if unused := old_conversions():
+        typer.echo("Models that an earlier version converted, and nothing uses; --clear-old deletes them:")
+        shown = table("", "size", figures=1)
+        for old in unused:
+            shown.add_row(old.name, decimal(sum(_sizes(old))))
+        show(shown)
+    if clear or clear_old:
         typer.echo(f"Freed {decimal(sum(map(sum, before.values())) - sum(map(sum, kept.values())))}.")
 
 

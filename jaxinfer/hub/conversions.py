@@ -1,6 +1,7 @@
 """Models that were converted once, in `models/` of the cache folder: a folder each, with a name that says which."""
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,18 @@ def look_at(model: str | os.PathLike[str]) -> "Path | Preview":
     commit = _find(name)
     folder = _folder(name.repository, commit.hash)
     return folder if is_complete(folder) else commit.preview()
+
+
+def old_conversions() -> list[Path]:
+    """The folders of models that an earlier version of jaxinfer converted, which are not used any more."""
+    folders = cache_folder().glob("models/*@*.*")
+    return sorted(folder for folder in folders if folder.is_dir() and _version(folder) < CONVERSION)
+
+
+def _version(folder: Path) -> float:
+    """The `CONVERSION` in a folder's name; infinite if it is none of ours."""
+    number = folder.name.rpartition(".")[2]
+    return int(number) if number.isdecimal() else math.inf
 
 
 def _is_source(path: Path) -> bool:

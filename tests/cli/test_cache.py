@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.cache import KINDS
 from jaxinfer.disk_cache import KeptFiles
+from jaxinfer.hub.conversions import CONVERSION
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.layer_folders import write_layer_files
 
@@ -50,6 +51,25 @@ def test_what_is_kept_is_shown_and_cleared(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["mine.txt"]
     kept.put("a", b"again")
     assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+
+
+def test_models_of_earlier_versions_are_shown_and_cleared(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    models = tmp_path / "models"
+    old, new = models / f"Qwen--Qwen3@0123456789ab.{CONVERSION - 1}", models / f"tiny@0123456789ab.{CONVERSION}"
+    others = [models / "from-an-example", models / "mine@home.draft"]
+    for folder in (old, new, *others):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(3000))
+    shown = CliRunner().invoke(app, ["cache"]).stdout
+    assert re.search(rf"{old.name} +3.0 kB", shown)
+    assert not any(folder.name in shown for folder in (new, *others))
+    cleared = CliRunner().invoke(app, ["cache", "--clear-old"])
+    assert (cleared.exit_code, cleared.stdout.endswith("Freed 3.0 kB.\n")) == (0, True)
+    assert old.name not in cleared.stdout
+    assert sorted(models.iterdir()) == sorted([new, *others])
+    refused = CliRunner().invoke(app, ["cache", "--clear-old", str(tmp_path)])
+    assert (refused.exit_code, "leave one of them out" in refused.stderr) == (2, True)
 
 
 def test_layer_files_are_shown_and_cleared(model_dir, monkeypatch, tmp_path):
