@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -137,10 +138,30 @@ def test_files_are_read_ahead_and_nobody_waits_who_need_not(own, monkeypatch):
     cache.check_integrity()
 
 
+def wait_until_read(cache, name):
+    until = time.monotonic() + 60
+    while not cache._reading[name].done():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_has_been_read_ahead_makes_room_for_the_next(own):
+    cache = cache_of(own, size=1)
+    for name in ("a", "b"):
+        cache.prefetch(name)
+        wait_until_read(cache, name)
+        delete_weights(own[name])
+    assert cache.acquire("a") == 1
+    cache.release("a")
+    assert cache.acquire("b") == 1
+    cache.check_integrity()
+
+
 def test_what_cannot_be_read_ahead_is_an_error_of_who_needs_it(own):
     cache = cache_of(own)
     delete_weights(own["a"])
     cache.prefetch("a")
+    wait_until_read(cache, "a")
     cache.prefetch("b")
     with pytest.raises(ValueError, match="adapter_model"):
         cache.acquire("a")
