@@ -191,3 +191,19 @@ def test_nothing_of_the_current_folder_runs_and_an_exit_without_close_leaves_not
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+LIMITED = """
+import resource, sys
+from jaxinfer.sandbox.program import limit_memory
+hard = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+limit_memory(256_000_000)
+print(resource.getrlimit(resource.RLIMIT_AS)[0] < hard)
+"""
+
+
+@pytest.mark.parametrize(("hard", "lowered"), [(1 << 36, "True"), (200_000_000, "False")])
+def test_a_limit_that_the_system_has_set_stays(hard, lowered):
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(hard)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, lowered, "")
