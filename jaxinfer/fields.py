@@ -94,6 +94,8 @@ def _description(kind: Any) -> str:
         return next(text for text in reversed(described) if text)
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) in (list, tuple):
+        return f"a list, of which each is {_description(get_args(kind)[0])}"
     if type(None) in get_args(kind):
         return f"{' or '.join(_description(part) for part in get_args(kind) if part is not type(None))} or None"
     return _DESCRIPTIONS.get(kind, getattr(kind, "__name__", str(kind)))

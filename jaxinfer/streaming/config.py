@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self, TypedDict
 from msgspec import Meta
 from rich.filesize import decimal
 
-from jaxinfer.fields import AtLeast1, check, check_fields, shown
+from jaxinfer.fields import AtLeast1, check, check_fields
 
 WEIGHTS = ("device", "host", "disk", "auto")
 USED_WITH = {
@@ -61,8 +61,8 @@ class MemoryConfig:
         for name, used in USED_WITH.items():
             if (value := getattr(self, name)) is not None and self.weights not in used:
                 raise ValueError(
-                    f"MemoryOptions.{name}={shown(value)} has no effect with weights={self.weights!r}: leave it out, "
-                    f"or set weights to {' or '.join(map(repr, used))}."
+                    f"MemoryOptions.{name}={value} has no effect with weights={self.weights!r}: leave it out, or set "
+                    f"weights to {' or '.join(map(repr, used))}."
                 )
         if self.layer_files is not None and self.layer_files.exists() and not self.layer_files.is_dir():
             raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")

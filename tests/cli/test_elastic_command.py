@@ -214,7 +214,7 @@ def without_weights(monkeypatch):
         (("register", "--data", "nowhere"), "nowhere: no such folder, and no data set with this name; known: digits"),
         (("register", "--data", "digits", "--prompts", "2,x"), "--prompts must be integers separated by commas"),
         (("register", "--data", "digits", "--prompt-mode", "keep"), "'keep' is not a valid PromptMode"),
-        (("register", "--data", "digits", "--test-share", "1"), "--test-share must be in [0, 1), got 1.0"),
+        (("register", "--data", "digits", "--test-share", "1"), "--test-share must be a number in [0, 1), got 1.0"),
         (("profile",), "no task 'a'; known: none"),
         (("classify", "missing.png"), "missing.png: no such file"),
         (("classify", __file__), "not an image that can be read"),

@@ -363,8 +363,11 @@ def test_prompts_that_do_not_fit():
             lambda: dataclasses.replace(BASE, attention=dataclasses.replace(BASE.attention, windows=(8,))),
             r"windows=\(8,\) is not implemented",
         ),
-        (lambda: TokenAdaptation(prompts=-1), "prompts=-1"),
-        (lambda: TokenAdaptation(merges=(1, -2)), r"merges=\(1, -2\)"),
+        (lambda: TokenAdaptation(prompts=-1), r"TokenAdaptation.prompts must be an integer >= 0, .*, got -1"),
+        (
+            lambda: TokenAdaptation(merges=(1, -2)),
+            r"merges must be a list, of which each is an .*, got \(1, -2\)",
+        ),
     ],
 )
 def test_refusals(make, message):

@@ -609,7 +609,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
             "prefetch=0 has no effect with weights='device': .* to 'host' or 'disk' or 'auto'",
         ),
         ({"weights": "device", "host_memory": "1GB"}, ValueError, "host_memory=1000000000 has no effect"),
-        ({"layer_files": "layers"}, ValueError, "layer_files=.*layers.* has no effect with weights='device'"),
+        ({"layer_files": "layers"}, ValueError, "layer_files=layers has no effect with weights='device'"),
         (
             {"weights": "host", "layer_files": "layers"},
             ValueError,
