@@ -327,6 +327,8 @@ class TextStream:
             self._begin(self._ids[self._num_given :])
             if waits:
                 self._given, self._is_complete = self._given.removesuffix(UNFINISHED), False
+        elif not waits and len(self._ids) > self._num_given + 4 * PROMPT_TOKENS:  # a run of tokens without text
+            del self._ids[self._num_given : -PROMPT_TOKENS]
         return new
 
     # Byte tokens

@@ -199,6 +199,19 @@ def test_a_run_without_characters_takes_linear_time_and_comes_at_once(tmp_path, 
     assert "".join(parts) in (text, text[:-1])
 
 
+def test_a_run_of_tokens_without_text_takes_linear_time(tmp_path):
+    vocab = {"a": 0, "": 1, "▁b": 2}
+    tokenizer = Tokenizers(models.WordLevel(vocab, unk_token=""))
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    counting = Counting(tmp_path)
+    for before, text in (([], "b"), ([0], " b")):
+        stream, counting.count = counting.stream(before), 0
+        assert {stream.push(1) for _ in range(1000)} == {""}
+        assert stream.push(2) == text
+        assert counting.count < 50_000
+
+
 def test_unknown_tokens_have_no_text(words):
     assert pieces(
         words, [word("a")], [VOCAB, word("▁hello"), VOCAB, *in_bytes("日")[:1], VOCAB, *in_bytes("日")[1:]]
