@@ -11,6 +11,7 @@ import jax
 import msgspec
 from jax.sharding import AxisType, Mesh
 
+from jaxinfer.fields import Size, check_fields
 from jaxinfer.sharding.rules import MESH_AXES, ShardingRules
 
 
@@ -26,18 +27,15 @@ class MeshConfig:
       tensor: parts of every layer (heads, hidden width of MLPs and of each expert, vocabulary).
     """
 
-    data: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    tensor: int = 1
+    data: Size = 1
+    pipeline: Size = 1
+    expert: Size = 1
+    tensor: Size = 1
 
     AXES: ClassVar = MESH_AXES
 
     def __post_init__(self) -> None:
-        for axis in self.AXES:
-            ways = getattr(self, axis)
-            if not isinstance(ways, int) or isinstance(ways, bool) or ways < 1:
-                raise ValueError(f"MeshConfig.{axis} must be an integer >= 1, got {ways!r}.")
+        check_fields(self)
 
     @property
     def size(self) -> int:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
+from jaxinfer.fields import Size, check
+
 
 def queued_stride(stages: int, micro_batches: int) -> int:
     """Compute the ticks between two passes of a micro-batch if generated tokens are queued (Fig. 2b).
@@ -333,8 +335,7 @@ def _tokens_within(share: float, prompt_tokens: int, per_token: float, per_pair:
 
 def _check(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"Schedule.{name} must be an integer >= 1, got {count!r}.")
+        check(f"Schedule.{name}", count, Size)
 
 
 def _check_positive(name: str, number: float) -> None:

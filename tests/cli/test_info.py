@@ -160,8 +160,8 @@ def test_encoders_have_no_cache(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, got 0"),
-        (("--mesh", "pipeline=0"), "MeshConfig.pipeline must be an integer >= 1, got 0"),
+        (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, below 2**30, got 0"),
+        (("--mesh", "pipeline=0"), "MeshConfig.pipeline must be an integer >= 1, below 2**30, got 0"),
         (("--mesh", "none.toml"), "none.toml"),
         (("--mesh", "pipeline=3"), "mesh pipeline=3: the model has 2 layers, fewer than stages; lower pipeline"),
         (("--context", "65"), "--context 65 is more than the model's 64"),

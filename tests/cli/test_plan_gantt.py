@@ -85,7 +85,7 @@ def test_the_figure_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch)
         (("--gantt", "there/is/none.svg"), r"--gantt there/is/none\.svg: there/is is not a directory"),
         (("--gantt", "a.pdf"), r"--gantt a\.pdf must end in \.png or \.svg"),
         (("--gantt", "-", "--mesh", "tensor=2"), r"--mesh tensor=2 has no pipeline .*; add for example pipeline=4"),
-        (("--gantt", "-", "--mesh", "pipeline=0"), r"mesh 'pipeline=0': .* must be an integer >= 1, got 0"),
+        (("--gantt", "-", "--mesh", "pipeline=0"), r"mesh 'pipeline=0': .* must be an integer >= 1, below .*, got 0"),
         (("--gantt", "-", "--tokens", 0), r"--tokens must be a number above 0, got 0"),
         (("--gantt", "-", "--prompt-time", "nan"), r"--prompt-time must be a number above 0, got nan"),
         (("--gantt", "-", "--tokens", 10**6), r"--gantt: 16,000,000 ticks of stages are too many to draw, .* lower"),

@@ -30,12 +30,12 @@ def test_parse():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tensor=two", "MeshConfig.tensor must be an integer >= 1, got 'two'"),
+        ("tensor=two", "MeshConfig.tensor must be an integer >= 1, below .*, got 'two'"),
         ("tensor=0", "got 0"),
         ("tensor", "got ''"),
         ("tensro=2", "unknown field 'tensro'; known: data, pipeline"),
         ("tensor=2,tensor=4", "tensor is given twice"),
-        ("pipeline=two", "MeshConfig.pipeline must be an integer >= 1, got 'two'"),
+        ("pipeline=two", "MeshConfig.pipeline must be an integer >= 1, below .*, got 'two'"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -65,8 +65,8 @@ def test_read_with_memory(tmp_path):
     ("text", "message"),
     [
         ("[mesh]\ntensro = 2", "unknown field 'tensro'"),
-        ("[mesh]\npipeline = 0", "MeshConfig.pipeline must be an integer >= 1, got 0"),
-        ("[mesh]\ntensor = true", "tensor must be an integer >= 1, got True"),
+        ("[mesh]\npipeline = 0", "MeshConfig.pipeline must be an integer >= 1, below .*, got 0"),
+        ("[mesh]\ntensor = true", "tensor must be an integer >= 1, below .*, got True"),
         ("[mesh]\ntensor = 2.0", "got 2.0"),
         ("[mesh]\ntensor =", "not valid TOML"),
         ("[mesh]\nténsor = 2", "not valid TOML"),  # in Latin-1
@@ -91,8 +91,8 @@ def test_read_with_memory(tmp_path):
         ("[mesh]\n[rules]\nexchange = 2", "exchange must be one of .*; got 2"),
         ("[mesh]\n[rules]\nexchange = ['pcc']", r"exchange must be one of .*; got \('pcc',\)"),
         ("[mesh]\n[rules]\nexperts = ['expert', 'data']", "must list 'data' first"),
-        ("[mesh]\ndata = 0", "MeshConfig.data must be an integer >= 1, got 0"),
-        ("[mesh]\ndata = 1.5", "MeshConfig.data must be an integer >= 1, got 1.5"),
+        ("[mesh]\ndata = 0", "MeshConfig.data must be an integer >= 1, below .*, got 0"),
+        ("[mesh]\ndata = 1.5", "MeshConfig.data must be an integer >= 1, below .*, got 1.5"),
         ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),
         (
             "[mesh]\n[rules]\nmlp = 2",
