@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.coserve.bursts import COMPARED
 from benchmarks.pages import rows_of, table
 
 BASELINES = ("samba", "fifo", "parallel")
@@ -27,6 +28,7 @@ NAMES = {
     "casual": "CoServe Casual",
     "paper": "CoServe",
     "best": "ours",
+    "lru": "ours, with LRU",
 }
 
 EVICTS_BY = {
@@ -82,6 +84,10 @@ def tables(rows: Rows) -> dict[str, str]:
             ("evicts by",),
             "popularity",
             lambda row: f"{row['disk_loads']:.0f} / {row['p99']:.2f}",
+        ),
+        "Inputs per second of a burst (simulated)": table(
+            ["burst", *(NAMES[name] for name in COMPARED)],
+            [[row["burst"], *(f"{row[name]:.3g}" for name in COMPARED)] for row in figure_rows(rows, "burst")],
         ),
         "Real systems on this machine": table(
             ["loading", "pixels", "inputs", "system", "inputs/s", "simulated", "loads from disk + host", "memory"],

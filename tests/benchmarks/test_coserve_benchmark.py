@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.coserve import decisions, drift, real
+from benchmarks.coserve import bursts, decisions, drift, real
 from benchmarks.coserve.boards import inputs_of
 from benchmarks.coserve.machines import NUMA, UMA, best_layout, casual, executors, largest_pool, profiles
 from benchmarks.coserve.real import LOAD_BOUND, Runs
@@ -116,6 +116,18 @@ def test_drift(monkeypatch):
         assert tuple(check.met for check in report.checks) == verdicts
         (text,) = [text for title, text in tables(report.rows).items() if title.startswith("Loads from disk")]
         assert "learned usage (`best`)" in text
+
+
+def test_bursts(monkeypatch):
+    """Ours does as well as with LRU; a policy that does not group fails the check."""
+    monkeypatch.setattr(bursts, "BURSTS", bursts.BURSTS[:1])
+    for changes, met in (({}, True), ({"best": bursts.COMPARED["samba"]}, False)):
+        monkeypatch.setattr(bursts, "COMPARED", bursts.COMPARED | changes)
+        report = Report()
+        bursts.measure(report, quick=True)
+        assert [(check.name, check.met) for check in report.checks] == [("best_vs_lru", met)]
+    (text,) = [text for title, text in tables(report.rows).items() if title.startswith("Inputs per second of a burst")]
+    assert "32 pixels, slow disk" in text
 
 
 def most_common(trace):
