@@ -18,7 +18,7 @@ from benchmarks.gpu import rendering, supervisor
 from benchmarks.gpu.settings import FAULTS, Settings
 from benchmarks.gpu.stages import ALWAYS, STAGES
 
-MINUTES, DRY_MINUTES = 7.5, 30.0
+MINUTES, DRY_MINUTES = 7.5, 60.0
 DRY_PATIENCE = 6.0
 """Factor of the limits of a dry run's items: interpreted kernels are slow to compile, on few cores."""
 

@@ -22,14 +22,14 @@ class Stage:
 
 
 STAGES = {
-    "machine": Stage(share=5, first=60, later=20, timed=False),
+    "machine": Stage(share=10, first=60, later=20, timed=False),
     "numerics": Stage(share=26, first=75, later=30, timed=False),
-    "demo": Stage(share=13, first=90, later=60, timed=False),
-    "ceilings": Stage(share=5, first=60, later=20),
+    "demo": Stage(share=12, first=90, later=60, timed=False),
+    "ceilings": Stage(share=12, first=60, later=20),
     "kernels": Stage(share=18, first=75, later=20),
     "autotune": Stage(share=36, first=120, later=60, selected=False),
     "end_to_end": Stage(share=20, first=110, later=60),
-    "peers": Stage(share=13, first=100, later=60),
+    "peers": Stage(share=12, first=100, later=60),
     "streaming": Stage(share=36, first=300, later=120, selected=False),
 }
 ALWAYS = ("machine", "ceilings")

@@ -1,5 +1,6 @@
 """The parent of a GPU run, with workers that fail at once and need no JAX; and a run on a CPU with every fault."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import stages, supervisor, verdicts
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.settings import FAULTS, LOST_CONTEXT, Settings
@@ -117,6 +119,23 @@ def test_a_line_that_a_killed_worker_left_incomplete_is_skipped(tmp_path):
     assert rows.read() == [{"part": "a", "error": float("inf")}]
 
 
+def test_a_gpu_without_kernels_ends_the_run(tmp_path):
+    settings = Settings(folder=str(tmp_path), work=str(tmp_path), dry=False, peer_python="")
+    command._require_kernels(settings)  # nothing is known: the device may have failed
+    settings.rows.row(part="machine", kernels=False, machine={"device": "NVIDIA A100"})
+    with pytest.raises(SystemExit, match="NVIDIA A100 cannot run the kernels"):
+        command._require_kernels(settings)
+
+
+def test_options_name_what_there_is():
+    assert command.read_fault("numerics.12=hang") == ("numerics.12", "hang")
+    for wrong in ("numerics=hang", "nothing.1=hang", "numerics.1=sleep"):
+        with pytest.raises(argparse.ArgumentTypeError, match="abort, illegal-address, hang"):
+            command.read_fault(wrong)
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown kernel; there are machine, numerics"):
+        command.read_stages("kernel,numerics")
+
+
 # Verdicts
 
 
@@ -160,8 +179,9 @@ def test_a_dry_run_survives_every_fault(tmp_path):
     """Three items in a row fail, as they can on a GPU. Those around them are measured, and so are later stages."""
     faults = [f"--fault=numerics.{n}={kind}" for n, kind in enumerate(FAULTS, 1)]
     options = ["--dry-run", "--only=numerics,kernels", "--minutes=12", "--patience=2", f"--out={tmp_path}", *faults]
-    command = [sys.executable, "-m", "benchmarks.gpu", *options]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     rows = Rows(tmp_path / "rows.jsonl").read()
     (titles,) = [row["items"] for row in rows if row["part"] == "plan" and row["stage"] == "numerics"]
     absent = {row["what"]: row["absent"] for row in rows if row["part"] == "numerics" and "absent" in row}
