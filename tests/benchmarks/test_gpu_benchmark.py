@@ -1,6 +1,7 @@
 """The GPU benchmark without a GPU: its references, its calculations, and a dry run."""
 
 import collections
+import importlib
 import itertools
 import json
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.gpu import autotune, cases, end_to_end, numerics, rendering, timing
 from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.items import Context
 from benchmarks.gpu.peer import AbsentError, Peer
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.stages import STAGES
@@ -219,6 +221,16 @@ def test_every_model_format_and_batch_is_measured_once():
     models, formats, batches = end_to_end.MODELS, end_to_end.FORMATS, end_to_end.BATCHES
     assert sorted(compared) == sorted(itertools.product(models, formats, batches))
     assert len({setup.title for setup in every}) == len(every)
+
+
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.selected])
+def test_items_of_a_real_run_have_titles_of_their_own(stage, tmp_path):
+    """Verdicts count them. Nothing is measured."""
+    context = Context(Rows(tmp_path / "rows.jsonl"), tmp_path, dry=False, peer_python=Path("python"))
+    with targeting(Target.load("h100-sxm").gpu):
+        titles = [item.title for item in importlib.import_module(f"benchmarks.gpu.{stage}").items(context)]
+    assert titles
+    assert len(set(titles)) == len(titles)
 
 
 def test_ceilings_that_were_not_measured_are_named():
