@@ -15,38 +15,13 @@ from typing import Any, Literal
 import rich
 from rich.table import Table
 
-from jaxinfer.cli.bench.machine import machine
+from benchmarks.checks import Check
+from jaxinfer.compiled.machine import machine
 from jaxinfer.disk_cache import write_atomically
 
 INSTRUCTION_SETS = {"AMX": "amx_int8", "AVX-512": "avx512f", "AVX2": "avx2"}  # name -> the CPU's flag
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 ROOT = Path(__file__).parents[1]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """A figure with a target, met by values at least ("higher") or at most ("lower") as large.
-
-    Attributes:
-      invalid: the reason that the value says nothing about the target, or "".
-    """
-
-    name: str
-    value: float
-    unit: str
-    target: float
-    better: Literal["higher", "lower"]
-    invalid: str = ""
-
-    @property
-    def met(self) -> bool:
-        if self.invalid:
-            return False
-        return self.value >= self.target if self.better == "higher" else self.value <= self.target
-
-    @property
-    def verdict(self) -> str:
-        return self.invalid or ("met" if self.met else "missed")
 
 
 class Report:

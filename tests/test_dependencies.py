@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -180,6 +181,18 @@ def test_without_extras_all_but_figures_is_imported():
     done = subprocess.run([sys.executable, "-c", HIDING], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == FIGURES
+
+
+def test_a_gpu_machine_gets_the_wheels_that_it_lacks():
+    """Those of docs/benchmarks/gpu.md are our dependencies minus the packages of such a machine."""
+    lines = (ROOT / "benchmarks/gpu/machine_packages.txt").read_text().splitlines()
+    there = {name for line in lines if not line.startswith("#") for name in line.split()}
+    assert {"jax", "jaxlib", "jax-cuda13-plugin"} <= there
+    lacking = [requirement for requirement in PROJECT["dependencies"] if name_of(requirement) not in there]
+    page = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    (command,) = re.findall(r"^pip download (?:.*\\\n)*.*", page, re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert sorted(words[words.index("-d") + 2 :]) == sorted(lacking)
 
 
 def test_an_extra_that_is_missing_names_its_package(monkeypatch):

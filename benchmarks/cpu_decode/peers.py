@@ -32,7 +32,7 @@ from benchmarks.workers import (
     quantise_models,
     workers,
 )
-from jaxinfer.cli.bench.machine import machine
+from jaxinfer.compiled.machine import machine
 from jaxinfer.models.presets import preset
 
 OURS = "jaxinfer"

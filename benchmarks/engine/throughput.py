@@ -17,7 +17,7 @@ from benchmarks.engine.ways import TRIED, Trial, Way, limit_after, race
 from benchmarks.peers.worker import VOCAB
 from benchmarks.report import Report, machine_kind
 from benchmarks.workers import Worker, find_peers, make_models, workers
-from jaxinfer.cli.bench.machine import machine
+from jaxinfer.compiled.machine import machine
 
 PROMPT, OUTPUT = 128, 64  # mean tokens of a request, each uniform in 0.5 to 1.5 times the mean
 SHORT = 1 / 8  # fraction of these lengths at which ways race

@@ -6,20 +6,24 @@ support, or that exceed the GPU's resources, are skipped. The heuristic's choice
 another is clearly faster.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
 
+from benchmarks.gpu import cases
 from benchmarks.gpu.ceilings import Ceilings
-from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.items import Context, Item
+from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, compile_all, interleave
 from benchmarks.kernel_cases import Case
-from benchmarks.report import Report
+from benchmarks.report import ROOT
 from jaxinfer.disk_cache import write_atomically
 from jaxinfer.pallas_kernels.mosaic import tuning
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import target_gpu
 
 Tiles = dict[str, int]
 
@@ -35,19 +39,27 @@ MAX_TIME_RATIO = 0.98
 """Tiles are written to the table only if they take at most this fraction of the time of the heuristic's choice."""
 
 
-def measure(
-    report: Report, ceilings: Ceilings, clock: Clock, cases: Iterable[Case], effort: Effort, table: Path
-) -> None:
-    """Tune every key that the cases look up, while there is time, and write the table after each."""
-    case_of_key = {key: case for case in cases for key in keys(case)}
-    done = 0
-    for key in clock.affordable(case_of_key):
-        tiles = _search(case_of_key[key], key, ceilings, effort, report)
-        if tiles is not None:
-            write(table, key, tiles)
-        done += 1
-    for operation, key in list(case_of_key)[done:]:
-        report.row(part="autotune", op=operation, key=key, absent="no time left; see --minutes")
+def items(context: Context) -> list[Item]:
+    """List the keys that the timed cases look up."""
+    folder = context.folder if context.dry else ROOT / "pallas_kernels" / "tuned"
+    table = folder / tuning.table_name(target_gpu().name)
+    timed = list(cases.tiny_timed())[:1] if context.dry else cases.timed()
+    return [
+        Item(f"{key[0]} {key[1]}", functools.partial(measure, context.rows, case, key, context.effort, table))
+        for key, case in cases_of_keys(timed).items()
+    ]
+
+
+def cases_of_keys(cases: Iterable[Case]) -> dict[tuple[str, str], Case]:
+    """Return every key that cases look up, with the last case that does."""
+    return {key: case for case in cases for key in keys(case)}
+
+
+def measure(rows: Rows, case: Case, key: tuple[str, str], effort: Effort, table: Path) -> None:
+    """Tune a key, and write the table if tiles were found that are better than the heuristic's choice."""
+    tiles = _search(case, key, Ceilings.from_rows(rows.read()), effort, rows)
+    if tiles is not None:
+        write(table, key, tiles)
 
 
 def keys(case: Case) -> list[tuple[str, str]]:
@@ -58,7 +70,7 @@ def keys(case: Case) -> list[tuple[str, str]]:
     return [key for key in dict.fromkeys(trial.lookups) if key[0] in SEARCHED]
 
 
-def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort, report: Report) -> Tiles | None:
+def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort, rows: Rows) -> Tiles | None:
     """Search for the best tiles; return None if the heuristic's choice is as good."""
     operation, key_name = key
     fields = SEARCHED[operation]
@@ -76,7 +88,7 @@ def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort
             tried += 1
             if timing.seconds < best_time:
                 best_time, best = timing.seconds, candidates[int(index)]
-    report.row(
+    rows.row(
         part="autotune",
         op=operation,
         key=key_name,
@@ -86,8 +98,6 @@ def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort
         best_us=round(1e6 * best_time, 3) if tried else None,
         tiles=best if tried else None,
     )
-    shown = f"{1e6 * heuristic_time:.2f} us, {1e6 * best_time:.2f} us with {best}"
-    print(f"autotune: {operation} {key_name}: {shown}", flush=True)
     return best if best_time < MAX_TIME_RATIO * heuristic_time else None
 
 

@@ -34,11 +34,9 @@ _VARIANTS: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": True}, {"page
 _ROWS_OUTPUTS_INPUTS = ((1, 4096, 4096), (3, 1600, 1600), (7, 1024, 6400), (13, 1600, 4096), (16, 6144, 4096))
 
 
-def timed(*, quick: bool) -> Iterator[Case]:
-    """Yield the cases of real models, those of one row first; quick: one row of one model only."""
-    for case in sorted(every_case(), key=lambda case: case.rows > 1):
-        if not quick or (case.name.startswith("llama3-8b") and case.rows == 1):
-            yield case
+def timed() -> Iterator[Case]:
+    """Yield the cases of real models: those of Llama 3 8B first, and of each model those of one row."""
+    yield from sorted(every_case(), key=lambda case: (not case.name.startswith("llama3-8b"), case.rows > 1))
 
 
 def checked() -> Iterator[Case]:
@@ -58,7 +56,7 @@ def checked() -> Iterator[Case]:
         yield decoding(3, 1, 777, heads, rotary=128, **options)
         yield decoding(2, 4, 333, heads, rotary=128, **options)
         yield prefill(3, 16, 777, heads, **options)
-    for page_size in (16, 64):
+    for page_size in (16, 32, 64):
         yield decoding(3, 1, 777, heads, rotary=128, page_size=page_size, int8=True, head_norms=True)
         yield decoding(2, 4, 333, Heads(8, 8, 64), rotary=64, page_size=page_size, head_norms=True)
         yield prefill(2, 48, 333, Heads(16, 16, 64), page_size=page_size)
@@ -83,6 +81,7 @@ def tiny() -> Iterator[Case]:
     for options in ({}, *_VARIANTS):
         yield decoding(1, 1, 40, Heads(2, 1, 64), rotary=64, **options)
         yield prefill(1, 8, 40, Heads(2, 1, 64), **options)
+    yield decoding(1, 1, 40, Heads(2, 1, 64), rotary=64, page_size=64, head_norms=True)
     yield encoding(1, 8, 1, 64, merged=True)
     yield encoding(1, 8, 1, 64)
     yield from quantizing(2, 128)

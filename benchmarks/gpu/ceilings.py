@@ -1,13 +1,18 @@
 """Measured limits of the device: memory read and copy bandwidth, and matmul FLOP/s by dtype."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu.items import Context, Item
+from benchmarks.gpu.rows import Row, Rows
 from benchmarks.gpu.timing import Effort, interleave, steady_state
-from benchmarks.report import Report
+
+TERA = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,35 +23,52 @@ class Ceilings:
     copy: float
     flops: dict[str, float]
 
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row]) -> Self:
+        """Find what this run has measured. Raises LookupError if that is not all."""
+        rates = {row["what"]: TERA * row["rate"] for row in rows if row["part"] == "rates"}
+        if missing := {"read", "copy", "bfloat16", "int8"} - rates.keys():
+            raise LookupError(f"the ceilings of {', '.join(sorted(missing))} were not measured")
+        return cls(rates["read"], rates["copy"], {name: rates[name] for name in ("bfloat16", "int8")})
+
     def seconds(self, read_bytes: int, flops: int, dtype: str) -> float:
         """Compute the roofline: the time for reading the bytes or doing the FLOPs, whichever is longer."""
         return max(read_bytes / self.read, flops / self.flops[dtype])
 
 
-def measure(report: Report, effort: Effort) -> Ceilings:
-    """Measure all ceilings: the best median of several programs each."""
-    read_bytes, copy_bytes, side = (1 << 20, 1 << 20, 256) if effort.dry else (8 << 30, 4 << 30, 8192)
-    read = read_bytes / _best(report, "read", _reads(read_bytes), effort)
-    copy = 2 * copy_bytes / _best(report, "copy", _copies(copy_bytes), effort)
-    flops = {
-        name: 2 * side**3 / _best(report, f"{name} matmul", _matmul(side, name), effort)
-        for name in ("bfloat16", "int8")
-    }
-    limits = Ceilings(read, copy, flops)
-    report.row(part="rates", what="read", rate=round(read / 1e12, 3), unit="TB/s")
-    report.row(part="rates", what="copy", rate=round(copy / 1e12, 3), unit="TB/s, read and written")
-    for name, rate in flops.items():
-        report.row(part="rates", what=f"{name} matmul", rate=round(rate / 1e12, 1), unit="TFLOP/s")
-    return limits
+def items(context: Context) -> list[Item]:
+    """List the ceilings: the best median of several programs each."""
+    effort = context.effort
+    read, copy, side = (1 << 20, 1 << 20, 256) if effort.dry else (8 << 30, 4 << 30, 8192)
+
+    def item(what: str, amount: int, unit: str, ways: Callable[[], dict[str, Callable[[], jax.Array]]]) -> Item:
+        return Item(what, functools.partial(_measure, context.rows, what, amount, unit, ways, effort))
+
+    return [
+        item("read", read, "TB/s", lambda: _reads(read)),
+        item("copy", 2 * copy, "TB/s, read and written", lambda: _copies(copy)),
+        *(
+            item(dtype, 2 * side**3, "TFLOP/s of a matmul", functools.partial(_matmul, side, dtype))
+            for dtype in ("bfloat16", "int8")
+        ),
+    ]
 
 
-def _best(report: Report, what: str, ways: dict[str, Callable[[], jax.Array]], effort: Effort) -> float:
-    timings = interleave({name: steady_state(launch, 1, effort) for name, launch in ways.items()}, effort.rounds)
+def _measure(
+    rows: Rows,
+    what: str,
+    amount: int,
+    unit: str,
+    ways: Callable[[], dict[str, Callable[[], jax.Array]]],
+    effort: Effort,
+) -> None:
+    """Measure the rate at which the fastest way handles an amount of bytes or FLOPs."""
+    timings = interleave({name: steady_state(launch, 1, effort) for name, launch in ways().items()}, effort.rounds)
     for name, timing in timings.items():
-        report.row(
-            part="ceilings", what=what, way=name, ms=round(1e3 * timing.seconds, 4), spread=round(timing.spread, 3)
-        )
-    return min(timing.seconds for timing in timings.values())
+        milliseconds = round(1e3 * timing.seconds, 4)
+        rows.row(part="ceilings", what=what, way=name, ms=milliseconds, spread=round(timing.spread, 3))
+    rate = amount / min(timing.seconds for timing in timings.values())
+    rows.row(part="rates", what=what, rate=float(f"{rate / TERA:.4g}"), unit=unit)
 
 
 def _reads(size: int) -> dict[str, Callable[[], jax.Array]]:

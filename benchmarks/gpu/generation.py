@@ -126,6 +126,11 @@ class Generation:
         if self._layout.platform == "gpu" and not self._way.graph:
             self._options[spec.name]["xla_gpu_enable_command_buffer"] = ""
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the decoding program contains kernels. Always True in a dry run."""
+        return self._layout.platform != "gpu" or "mosaic_gpu" in self._lowered["decode"].as_text()
+
     def compile(self) -> None:
         """Compile the programs."""
         for name, lowered in self._lowered.items():

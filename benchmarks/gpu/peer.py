@@ -1,4 +1,4 @@
-"""PyTorch and transformers in a separate process, or the reason why they are absent."""
+"""PyTorch and transformers in a separate process, or the reason why they are absent: one that ends is absent too."""
 
 import math
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.timing import Round
 from benchmarks.kernel_cases import Case
-from benchmarks.workers import PEERS, Worker
+from benchmarks.workers import PEERS, EngineError, Worker
 from jaxinfer.pallas_kernels import KVPages, Weights
 
 
@@ -24,7 +24,8 @@ class Peer:
     """
 
     def __init__(self, python: Path):
-        self._lock, self._worker, self._absent = threading.Lock(), None, ""
+        self._lock, self._absent = threading.Lock(), ""
+        self._worker: Worker | None = None
         code = "import importlib.util as u; print(*(m for m in ('torch', 'transformers') if u.find_spec(m) is None))"
         try:
             missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -34,7 +35,10 @@ class Peer:
         if "torch" in missing:
             self._absent = f"{python} has no torch; pass an interpreter that has it as --peer-python"
             return
-        self._worker = Worker("torch", "", [str(python), str(PEERS / "run_torch_gpu.py")])
+        try:
+            self._worker = Worker("torch", "", [str(python), str(PEERS / "run_torch_gpu.py")])
+        except EngineError as error:
+            self._absent = str(error)
 
     @property
     def version(self) -> str:
@@ -42,10 +46,14 @@ class Peer:
         return self._worker.version if self._worker else f"absent: {self._absent}"
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        if self._worker is None:
-            raise AbsentError(self._absent)
         with self._lock:
-            answer = self._worker.ask(**request)
+            if self._worker is None:
+                raise AbsentError(self._absent)
+            try:
+                answer = self._worker.ask(**request)
+            except EngineError as error:
+                self._worker, self._absent = None, str(error)
+                raise AbsentError(self._absent) from None
         if "absent" in answer:
             raise AbsentError(answer["absent"])
         return answer
@@ -59,14 +67,8 @@ class Peer:
         return self._ask(do="round", id=number, **options)["seconds"]
 
     def forget(self) -> None:
-        """Free the memory of everything that was prepared."""
-        if self._worker is not None:
-            self._ask(do="forget")
-
-    def close(self) -> None:
-        """End the process."""
-        if self._worker is not None:
-            self._worker.close()
+        """Free the memory of everything that was prepared. Raises AbsentError."""
+        self._ask(do="forget")
 
 
 class Prepared:

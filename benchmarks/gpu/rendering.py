@@ -1,39 +1,44 @@
-"""The report: a Markdown page of tables and plots, made from the JSON alone.
+"""The report: a Markdown page of tables and plots, made from the rows alone.
 
-`python -m benchmarks.gpu.rendering FILE.json` makes it again.
+`python -m benchmarks.gpu.rendering FOLDER` makes it again.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.gpu.rows import Row, Rows
+from benchmarks.gpu.verdicts import checks
 
 # The parts of a result: titles and columns.
 SECTIONS = {
+    "machine": ("Machine", "what value"),
+    "demo": ("The demo model", "what load_s generate_s same_as_first text"),
     "rates": ("Ceilings", "what rate unit"),
     "ceilings": ("How the ceilings were measured", "what way ms spread"),
     "end to end": ("Generation", "model format batch way ms_per_step of_floor tokens_per_s spread"),
+    "generation of peers": ("Generation next to transformers", "model batch way ms_per_step of_floor spread"),
     "request": ("A prompt and its output (the paper's Fig. 6)", "model way prompt output ms spread"),
     "breakdown": ("Gain of each optimisation (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
     "kernels": ("Kernels", "op case way us of_ceiling spread"),
+    "kernels of peers": ("Kernels next to other libraries", "op case way us of_ceiling spread"),
+    "streaming": ("Streamed layers", "what prefetch ms overlap rate unit"),
     "numerics": ("Errors against float64", "op case kernel error fallback_error tolerance"),
     "autotune": ("Tuned tiles", "op key heuristic_us best_us tiles"),
 }
 
 
-def render(json_file: Path) -> Path:
-    """Write `report.md` and its plots next to the JSON, and return the page. Without matplotlib there are no plots."""
-    result = json.loads(json_file.read_text())
-    rows, folder = result["rows"], json_file.parent
+def render(folder: Path) -> Path:
+    """Write `report.md` and its plots next to the rows, and return the page. Without matplotlib there are no plots."""
+    rows = Rows(folder / "rows.jsonl").read()
     command = next(row["command"] for row in rows if "command" in row)
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    machine = next((row for row in rows if row["part"] == "machine" and "versions" in row), _UNKNOWN)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     parts = [
-        f"# GPU benchmark: {result['machine']['device']}",
-        f"`python -m benchmarks.gpu {command}`, commit {result['commit']}; {versions}.",
-        _checks(result["checks"]),
+        f"# GPU benchmark: {machine['machine']['device']}",
+        f"`python -m benchmarks.gpu {command}`, commit {machine['commit']}, {machine['date']}; {versions}.",
+        checks_table(rows),
         *_plots(rows, folder),
     ]
     for part, (title, columns) in SECTIONS.items():
@@ -57,20 +62,22 @@ def _what(row: Row) -> str:
     return ", ".join(str(name) for name in names if name is not None)
 
 
-def _checks(checks: Sequence[Row]) -> str:
-    def met(check: Row) -> bool:
-        return check["value"] >= check["target"] if check["better"] == "higher" else check["value"] <= check["target"]
+_UNKNOWN = {"machine": {"device": "unknown device"}, "commit": "unknown", "date": "unknown date", "versions": {}}
+"""The machine, if the stage that describes it has failed."""
 
-    rows = [
+
+def checks_table(rows: Sequence[Row]) -> str:
+    """Return the table of checks."""
+    lines = [
         {
-            "check": check["name"],
-            "value": f"{check['value']:.3g} {check['unit']}",
-            "target": f"{'≥' if check['better'] == 'higher' else '≤'} {check['target']:g}",
-            "": "met" if met(check) else "**missed**",
+            "check": check.name,
+            "value": f"{check.value:.3g} {check.unit}",
+            "target": f"{'≥' if check.better == 'higher' else '≤'} {check.target:g}",
+            "": check.verdict if check.met else f"**{check.verdict}**",
         }
-        for check in checks
+        for check in checks(rows)
     ]
-    return _table(("check", "value", "target", ""), rows)
+    return _table(("check", "value", "target", ""), lines)
 
 
 def _table(columns: Iterable[str], rows: Iterable[Row]) -> str:
@@ -88,7 +95,7 @@ def _plots(rows: Sequence[Row], folder: Path) -> list[str]:
         from matplotlib.figure import Figure
     except ImportError:
         return [
-            "(No plots: matplotlib is not installed; `python -m benchmarks.gpu.rendering FILE.json` draws them later.)"
+            "(No plots: matplotlib is not installed; `python -m benchmarks.gpu.rendering FOLDER` draws them later.)"
         ]
 
     def bars(part: str, value: str, label: Any, title: str, file: str) -> list[str]:

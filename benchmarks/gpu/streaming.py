@@ -4,6 +4,7 @@ Not yet run on a GPU. The device may have half of the model's bytes. A pass over
 layers; one over many tokens as long as multiplying (DeepSpeed Inference, figures 9b and 10c).
 """
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import jax
 
 from benchmarks.gpu.ceilings import Ceilings
-from benchmarks.report import Report
+from benchmarks.gpu.items import Context, Item
+from benchmarks.gpu.rows import Rows
 from benchmarks.streaming.models import write_hf
 from benchmarks.streaming.run_jaxinfer import run
 from jaxinfer.models.files.conversion import convert
@@ -25,11 +27,16 @@ TINY |= {"num_key_value_heads": 2}
 PROMPT, ROWS, TINY_ROWS = 256, 64, 2
 
 
-def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
+def items(context: Context) -> list[Item]:
+    """List the only item: its model is made first."""
+    return [Item("layers from pinned host memory", functools.partial(measure, context.rows, dry=context.dry))]
+
+
+def measure(rows: Rows, *, dry: bool) -> None:
     """Measure copy bandwidth, then passes of one token and of many, with prefetched layers and without."""
     size = 1 << 20 if dry else COPIED_BYTES
     bandwidth = measure_host_copy(jax.local_devices()[:1], size)
-    report.row(part="streaming", what="pinned host to device", rate=round(bandwidth / 1e9, 2), unit="GB/s")
+    rows.row(part="streaming", what="pinned host to device", rate=round(bandwidth / 1e9, 2), unit="GB/s")
     with tempfile.TemporaryDirectory() as folder:
         write_hf(hf := Path(folder) / "hf", TINY if dry else FULL)
         convert(hf, model := Path(folder) / "model", dtype="bfloat16")
@@ -40,24 +47,30 @@ def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
         settings: dict[str, Any] = {**memory, "dtype": "bfloat16", "context": 512, "kernels": not dry}
         for prefetch in (1, 0):
             result = run(str(model), {**settings, "prefetch": prefetch, "batch": 1, "prompt": 64, "passes": 8})
-            _row(report, "one token", prefetch, result)
+            _row(rows, "one token", prefetch, result)
             if prefetch:
                 moved = sum(result["bytes"].values()) / sum(result["seconds"][1:])
-                report.check("streaming_of_link", moved / bandwidth, "of the copies' bandwidth", target=0.85)
-        rows = TINY_ROWS if dry else ROWS
+                rows.check("streaming_of_link", moved / bandwidth, "of the copies' bandwidth", target=0.85)
+        batch = TINY_ROWS if dry else ROWS
         for prefetch in (1, 0):
-            many = {"batch": rows, "prompt": PROMPT, "passes": 1, "chunk_size": 64, "token_budget": rows * PROMPT // 2}
+            many = {
+                "batch": batch,
+                "prompt": PROMPT,
+                "passes": 1,
+                "chunk_size": 64,
+                "token_budget": batch * PROMPT // 2,
+            }
             result = run(str(model), {**settings, "prefetch": prefetch, **many})
-            _row(report, f"{many['token_budget']} tokens", prefetch, result)
+            _row(rows, f"{many['token_budget']} tokens", prefetch, result)
             if prefetch:
                 rate = 2 * opened.parameters_per_device * many["token_budget"] * (len(result["seconds"]) - 1)
                 rate /= sum(result["seconds"][1:])
-                peak = ceilings.flops["bfloat16"]
-                report.check("streaming_of_products", rate / peak, "of the rate of products", target=0.5)
+                peak = Ceilings.from_rows(rows.read()).flops["bfloat16"]
+                rows.check("streaming_of_products", rate / peak, "of the rate of products", target=0.5)
 
 
-def _row(report: Report, what: str, prefetch: int, result: dict[str, Any]) -> None:
-    report.row(
+def _row(rows: Rows, what: str, prefetch: int, result: dict[str, Any]) -> None:
+    rows.row(
         part="streaming",
         what=what,
         prefetch=prefetch,

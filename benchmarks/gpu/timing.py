@@ -49,7 +49,7 @@ class Effort:
     dry: bool = False
 
 
-FULL, QUICK, DRY = Effort(rounds=5), Effort(rounds=3), Effort(rounds=1, calls=1, warm_up=0, dry=True)
+FULL, DRY = Effort(rounds=5), Effort(rounds=1, calls=1, warm_up=0, dry=True)
 
 Round = Callable[[], float]
 """Function that runs something repeatedly and returns the seconds per call."""

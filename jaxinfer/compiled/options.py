@@ -14,7 +14,7 @@ LARGE_WEIGHTS = 256 << 20
 
 
 def compiler_options(
-    platform: str, *, rows: int, dtype: np.dtype, weight_bytes: int = 0
+    platform: str, *, rows: int, dtype: np.dtype, weight_bytes: int = 0, devices: int = 1
 ) -> dict[str, str | bool | int]:
     """Return XLA's options for a generation program.
 
@@ -23,13 +23,14 @@ def compiler_options(
       rows: tokens per pass.
       dtype: the dtype of the stored matrices, int8 included.
       weight_bytes: bytes of all matrices.
+      devices: number of devices that run the program together.
 
     On a CPU they also depend on the library of kernels in use (`pallas_kernels/cpu/library.py`).
     """
     if platform == "cpu":
         return _cpu(rows, dtype, weight_bytes)
     if platform == "gpu":
-        return _gpu(rows, dtype)
+        return _gpu(rows, dtype, devices)
     return {}
 
 
@@ -46,14 +47,13 @@ def _cpu(rows: int, dtype: np.dtype, weight_bytes: int) -> dict[str, str | bool 
     return {}
 
 
-def _gpu(rows: int, dtype: np.dtype) -> dict[str, str | bool | int]:
+def _gpu(rows: int, dtype: np.dtype, devices: int) -> dict[str, str | bool | int]:
     # A whole program becomes one CUDA graph, loops and branches included. By default XLA captures no loops; when it
     # does, a loop counts as one kernel, fewer than the default minimum of a graph. The list is complete because
-    # compiler options, unlike XLA_FLAGS, do not accept "+WHILE".
+    # compiler options, unlike XLA_FLAGS, do not accept "+WHILE". One device has no collectives to capture.
+    captured = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
     options: dict[str, str | bool | int] = {
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
-        ),
+        "xla_gpu_enable_command_buffer": captured if devices == 1 else f"{captured},COLLECTIVES",
         "xla_gpu_graph_min_graph_size": 1,
     }
     if rows == 1 and dtype != np.int8:

@@ -76,8 +76,14 @@ def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
 
 
 def host_device() -> Any:
-    """The CPU of this machine, whatever the other devices are."""
-    return jax.local_devices(backend="cpu")[0]
+    """The CPU of this machine, whatever the other devices are. Raises RuntimeError if JAX may not use it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "JAX cannot use the CPU, which converts weights: unset JAX_PLATFORMS, or add the CPU, as in "
+            "JAX_PLATFORMS=cuda,cpu."
+        ) from error
 
 
 def device_name(device: Any) -> str:
@@ -154,11 +160,16 @@ def available_bytes(mesh: Mesh | None = None) -> int:
 
 
 def device_available_bytes(device: Any) -> int:
-    """The bytes that are free on a device; a CPU has the host's."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return host_available_bytes()
+    """The bytes that are free on a device; a CPU has the host's. Raises RuntimeError if the device does not say."""
+    if device.platform == "cpu":
+        return host_available_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise RuntimeError(
+            f"{device.platform}:{device.id} does not say how much memory it has, as with "
+            "XLA_PYTHON_CLIENT_ALLOCATOR=platform: unset that variable."
+        )
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def device_total_bytes(device: Any) -> int | None:

@@ -14,14 +14,18 @@ from jaxinfer.pallas_kernels.target import set_interpreting
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True) -> Iterator[None]:
-    """Run every kernel in Mosaic's interpreter, on any platform. Slow; for tests and dry runs.
+    """Run every kernel in Mosaic's interpreter, in every thread and on any platform. Slow; for tests and dry runs.
 
     Functions that `jax.jit` has already compiled are not affected.
     """
     _register_mma()
     params = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
-    with set_interpreting(), plgpu.force_gpu_interpret_mode(params):
-        yield
+    plgpu.set_gpu_interpret_mode(params)  # in every thread: services compile in threads of their own
+    try:
+        with set_interpreting():
+            yield
+    finally:
+        plgpu.set_gpu_interpret_mode(None)  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """The GPU benchmark without a GPU: its references, its calculations, and a dry run."""
 
 import collections
+import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -12,14 +14,18 @@ import pytest
 
 from benchmarks.gpu import autotune, cases, end_to_end, numerics, rendering, timing
 from benchmarks.gpu.ceilings import Ceilings
-from benchmarks.gpu.clock import Clock, clocks
+from benchmarks.gpu.items import Context
+from benchmarks.gpu.peer import AbsentError, Peer
+from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
+from benchmarks.gpu.verdicts import checks
 from benchmarks.kernel_cases import Case, Heads, decoding, encoding, normed
 from benchmarks.kernel_support import refusal
 from benchmarks.kernel_table import LIMITS
-from benchmarks.report import Report
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
+from jaxinfer.pallas_kernels import KVPages
 from jaxinfer.pallas_kernels.dispatch import Operation, without_kernels
 from jaxinfer.pallas_kernels.implementation import mosaic, reference
 from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
@@ -36,12 +42,28 @@ def test_fallbacks_match_the_references(title):
     assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
 
 
-def test_checked_cases_run_their_kernels():
+@pytest.mark.parametrize("target", ["h100-sxm", "h200"])
+def test_checked_cases_run_their_kernels(target):
     """What a kernel does not support would be compared with itself: only cases that are known to have none."""
-    with targeting(Target.load("h200").gpu):
+    with targeting(Target.load(target).gpu):
         refused = {case.title for case in cases.checked() if refusal(case) is not None}
     assert refused == {case.title for case in cases.checked() if not case.kernels}
     assert {case.op for case in cases.checked() if case.kernels} == set(LIMITS)
+
+
+def test_checked_cases_have_pages_of_all_sizes_and_norms_of_heads():
+    sizes, norms = set(), set()
+    for case in cases.checked():
+        for pages in (x for x in case.args if isinstance(x, KVPages)):
+            sizes.add((case.op, pages.k.shape[1]))
+            norms |= {case.op} if "norms of heads" in case.name else set()
+    assert sizes == {(op, size) for op in ("decode_attention", "paged_attention") for size in (16, 32, 64)}
+    assert norms == {"decode_attention"}
+
+
+def test_checked_cases_come_in_turns_by_operation():
+    first = [case.op for case in numerics.in_turns(cases.checked())][: len({case.op for case in cases.checked()})]
+    assert len(set(first)) == len(first)
 
 
 def test_errors_are_relative_and_never_hidden_by_nan():
@@ -53,12 +75,13 @@ def test_errors_are_relative_and_never_hidden_by_nan():
 
 def test_timed_cases_have_arguments_of_their_shapes():
     """Traced only: the arrays would not fit into memory."""
-    every = list(cases.timed(quick=False))
+    every = list(cases.timed())
     for case in {case.op: case for case in every}.values():
         assert case.bytes > 0
         assert jax.tree.leaves(jax.eval_shape(case.call, *case.args))
     assert {"norm_linear", "linear_residual", "decode_attention", "grouped_matmul"} <= {case.op for case in every}
-    assert {case.title for case in cases.timed(quick=True)} < {case.title for case in every}
+    assert every[0].name.startswith("llama3-8b")
+    assert every[0].rows == 1
 
 
 def test_full_rows_are_as_long_as_bytes_and_flops_count():
@@ -117,7 +140,7 @@ def test_the_state_of_each_set_goes_from_call_to_call():
 @pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
 def test_on_a_gpu_a_program_is_the_calls_and_a_loop(op):
     """One CUDA graph, one kernel per call, the loop's counter, and no copies of the rotating arguments."""
-    case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
+    case = next(case for case in cases.timed() if case.op == op and "gpt-j-6b" in case.name)
     plan = Plan(calls=3, sets=2, large=Plan.from_case(case, 1e-5, DRY).large, loops=5)
     report = compiled_for_a_gpu(case, plan)
     kinds = collections.Counter(kernel.kind for kernel in report.kernels)
@@ -130,7 +153,7 @@ def test_on_a_gpu_a_program_is_the_calls_and_a_loop(op):
 @pytest.mark.aot
 def test_on_a_gpu_products_with_the_same_weights_are_not_merged():
     """XLA would read the weights once for all of them."""
-    case = next(case for case in cases.timed(quick=False) if case.title.endswith("llama3-8b head, bfloat16, 1 row"))
+    case = next(case for case in cases.timed() if case.title.endswith("llama3-8b head, bfloat16, 1 row"))
     with without_kernels():
         report = compiled_for_a_gpu(case, Plan(calls=3, sets=1, large=Plan.from_case(case, 1e-3, DRY).large, loops=5))
     assert sum("dot" in kernel.name for kernel in report.kernels) == 3
@@ -149,21 +172,6 @@ def test_a_median_and_a_spread():
     assert (timing_of.seconds, timing_of.spread) == (2.0, 1.0)
 
 
-def test_items_beyond_the_time_are_left_out(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    weighted_clocks = clocks({"a": 1.0, "b": 1.0}, 10.0)
-    _, first = next(weighted_clocks)
-    done = []
-    for item in first.affordable(range(9)):  # of 5 seconds
-        done.append(item)
-        now[0] += 2.0
-    assert done == [0, 1]
-    _, second = next(weighted_clocks)
-    assert second._end == 10.0
-    assert list(Clock(0.0).affordable([1])) == [1]
-
-
 # Tiles
 
 
@@ -180,14 +188,16 @@ def test_tuning_finds_the_tiles_that_run_and_writes_them(tmp_path, monkeypatch):
 
     case = _case(call=lambda x, w: Operation("f", mosaic(kernel), reference(lambda x, w: x))(x, w), state=None)
     table = tmp_path / "table.json"
-    limits = Ceilings(1e9, 1e9, {"bfloat16": 1e9})
+    rows = Rows(tmp_path / "rows.jsonl")
+    for what in ("read", "copy", "bfloat16", "int8"):
+        rows.row(part="rates", what=what, rate=1e-3)
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", float("inf"))
     with interpreted():
         assert autotune.keys(case) == [("f", "key")]
-        report = Report()
-        autotune.measure(report, limits, Clock(60), [case, case], DRY, table)
+        assert list(autotune.cases_of_keys([case, case])) == [("f", "key")]
+        autotune.measure(rows, case, ("f", "key"), DRY, table)
     assert {(1, 3), (2, 3), (9, 9)} <= set(tried)
-    (row,) = [row for row in report.rows if row["part"] == "autotune"]
+    (row,) = [row for row in rows.read() if row["part"] == "autotune"]
     assert row["tried"] == 3
     written = json.loads(table.read_text())["f"]["key"]
     assert written["b"] == 3
@@ -205,58 +215,70 @@ def test_peers_get_the_sizes_of_our_models():
         assert architecture == {"llama3-8b": "Llama", "gpt-j-6b": "GPTJ", "gpt2-1.5b": "GPT2"}[name]
 
 
-def test_items_are_in_order_of_batch():
-    every = end_to_end.items(quick=False, dry=False)
-    assert {item.model for item in every} == set(end_to_end.MODELS)
-    assert {item.batch for item in every} == set(end_to_end.BATCHES)
-    assert [item.batch for item in every] == sorted(item.batch for item in every)
-    assert len({item.title for item in every}) == len(every)
+def test_every_model_format_and_batch_is_measured_once():
+    every = end_to_end.setups(dry=False)
+    compared = [(setup.model, setup.fmt, setup.batch) for setup in every if setup.part == "end to end"]
+    models, formats, batches = end_to_end.MODELS, end_to_end.FORMATS, end_to_end.BATCHES
+    assert sorted(compared) == sorted(itertools.product(models, formats, batches))
+    assert len({setup.title for setup in every}) == len(every)
 
 
-def _run(folder: Path, *options: str) -> dict:
-    file = folder / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--json", str(file), *options]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    page = (folder / "report.md").read_text()
-    for image in folder.glob("*.png"):
-        assert f"({image.name})" in page
-    return json.loads(file.read_text())
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.selected])
+def test_items_of_a_real_run_have_titles_of_their_own(stage, tmp_path):
+    """Verdicts count them. Nothing is measured."""
+    context = Context(Rows(tmp_path / "rows.jsonl"), tmp_path, dry=False, peer_python=Path("python"))
+    with targeting(Target.load("h100-sxm").gpu):
+        titles = [item.title for item in importlib.import_module(f"benchmarks.gpu.{stage}").items(context)]
+    assert titles
+    assert len(set(titles)) == len(titles)
 
 
-def test_the_page_is_drawn_from_the_json_alone(tmp_path):
-    file = tmp_path / "gpu.json"
-    rows = [
-        {"part": "settings", "command": "--quick"},
-        {"part": "kernels", "op": "f", "case": "n", "way": "jaxinfer", "us": 1.0, "of_ceiling": 0.9, "spread": 0.1},
-        {"part": "kernels", "op": "f", "case": "n", "way": "torch", "absent": "no torch"},
-    ]
-    checks = [{"name": "f_worst_vs_xla", "value": 0.5, "unit": "x", "target": 1.0, "better": "higher"}]
-    result = {"machine": {"device": "NVIDIA H200"}, "commit": "c", "versions": {}, "rows": rows, "checks": checks}
-    file.write_text(json.dumps(result))
-    page = rendering.render(file).read_text()
+def test_ceilings_that_were_not_measured_are_named():
+    with pytest.raises(LookupError, match="ceilings of bfloat16, copy, int8 were not measured"):
+        Ceilings.from_rows([{"part": "rates", "what": "read", "rate": 3.1}])
+
+
+@pytest.mark.parametrize("says", ["", '{"version": "1", "ways": []}\\n'])
+def test_a_peer_that_ends_is_absent(tmp_path, says):
+    """It passes the look at its packages; then it ends, at once or when it is asked."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntest $1 = -c && exit\nprintf '{says}'\nexit 3\n")
+    python.chmod(0o755)
+    peer = Peer(python)
+    for _ in range(2):
+        with pytest.raises(AbsentError, match="ended with status"):
+            peer.prepare("linear")
+
+
+def test_the_page_is_drawn_from_the_rows_alone(tmp_path):
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.row(part="settings", command="--minutes 3")
+    fields = {"commit": "c", "date": "2026-01-31", "versions": {"jax": "0.11.2"}}
+    rows.row(part="machine", machine={"device": "NVIDIA H200"}, kernels=True, **fields)
+    rows.row(part="kernels", op="f", case="n", way="jaxinfer", us=1.0, of_ceiling=0.9, spread=0.1)
+    rows.row(part="kernels", op="f", case="n", way="torch", absent="no torch")
+    rows.check("f_vs_xla", 0.5, "x", target=1.0)
+    page = rendering.render(tmp_path).read_text()
     assert "# GPU benchmark: NVIDIA H200" in page
-    assert "| f_worst_vs_xla | 0.5 x | ≥ 1 | **missed** |" in page
+    assert "| f_vs_xla | 0.5 x | ≥ 1 | **missed** |" in page
     assert "kernels, f, n, torch: no torch" in page
     assert (tmp_path / "kernels.png").exists()
 
 
+def test_a_page_without_a_machine_says_so(tmp_path):
+    Rows(tmp_path / "rows.jsonl").row(part="settings", command="")
+    assert "# GPU benchmark: unknown device" in rendering.render(tmp_path).read_text()
+
+
 @pytest.mark.interpreted
 def test_a_dry_run_reaches_every_part(tmp_path):
-    result = _run(tmp_path)
-    parts = {row["part"] for row in result["rows"]}
-    assert parts == {
-        "settings",
-        "ceilings",
-        "rates",
-        "numerics",
-        "autotune",
-        "kernels",
-        "end to end",
-        "request",
-        "breakdown",
-        "streaming",
-    }
-    (worst,) = [check for check in result["checks"] if check["name"] == "worst_error_of_tolerance"]
-    assert worst["value"] <= 1
-    ways = {row["way"] for row in result["rows"] if row["part"] == "end to end" and "ms_per_step" in row}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path), "--only", ",".join(STAGES)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    page, rows = (tmp_path / "report.md").read_text(), Rows(tmp_path / "rows.jsonl").read()
+    for image in tmp_path.glob("*.png"):
+        assert f"({image.name})" in page
+    assert {row["stage"] for row in rows if row["part"] == "items"} == STAGES.keys()
+    (worst,) = [check for check in checks(rows) if check.name == "worst_error_of_tolerance"]
+    assert worst.verdict == "met"
+    ways = {row["way"] for row in rows if row["part"] == "end to end" and "ms_per_step" in row}
     assert {"jaxinfer", "XLA"} <= ways

@@ -1,10 +1,16 @@
 """Which programs are compiled with which options."""
 
+import jax
 import numpy as np
 import pytest
 
 from jaxinfer.compiled import compiler_options
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.models import WeightFormat
 from jaxinfer.pallas_kernels.cpu.library import Library, use_library
+from jaxinfer.sharding import MeshConfig
+from tests.tiny import CONFIG
 
 LARGE = 1 << 30
 
@@ -44,6 +50,25 @@ def test_one_float_row_on_a_gpu_stays_a_product(rows, dtype, disabled):
     options = compiler_options("gpu", rows=rows, dtype=np.dtype(dtype))
     assert ("xla_disable_hlo_passes" in options) is disabled
     assert "WHILE" in str(options["xla_gpu_enable_command_buffer"])
+
+
+def test_graphs_of_one_gpu_capture_no_collectives():
+    def captured(devices):
+        options = compiler_options("gpu", rows=8, dtype=np.dtype(np.float32), devices=devices)
+        return str(options["xla_gpu_enable_command_buffer"]).split(",")
+
+    assert "COLLECTIVES" not in captured(1)
+    assert captured(2) == [*captured(1), "COLLECTIVES"]
+
+
+def test_generation_captures_collectives_only_on_a_mesh():
+    def captures(mesh):
+        engine = EngineConfig(max_batch=1, context=16)
+        layout = DeviceLayout(CONFIG, WeightFormat(), engine, num_pages=1, platform="gpu", mesh=mesh)
+        return "COLLECTIVES" in str(layout.compiler_options(tokens=1)["xla_gpu_enable_command_buffer"])
+
+    assert not captures(None)
+    assert captures(MeshConfig(data=2).build(jax.devices()[:2]))
 
 
 def test_other_platforms_take_none_beside_the_common_ones():

@@ -1,6 +1,9 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.pallas_kernels.dispatch import Operation, without_kernels
 from jaxinfer.pallas_kernels.implementation import mosaic, reference
@@ -38,6 +41,20 @@ def test_fallbacks_replace_the_named_kernels(names, expected):
         with without_kernels(*names):
             assert add(jnp.zeros(3))[0] == expected
         assert add(jnp.zeros(3))[0] == 1.0
+
+
+def test_other_threads_interpret_kernels_too():
+    def double(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    def run():
+        x = jnp.ones(128)
+        return plgpu.kernel(double, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)[0]
+
+    with interpreted(), ThreadPoolExecutor() as pool:
+        assert pool.submit(run).result() == 2.0
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        run()
 
 
 def test_unsupported_arguments_run_the_fallback():

@@ -257,6 +257,26 @@ def test_memory_is_that_of_the_leaves(saved):
     assert sum(leaf.bytes for leaf in cache.values()) == 2 * 3 * (2 * 40) * 2 * 8 * 4
 
 
+def test_a_device_that_reports_no_limit_does_not_get_the_memory_of_the_host():
+    class Gpu:
+        id, platform = 0, "gpu"
+
+        def memory_stats(self):
+            return {"bytes_in_use": 1}
+
+    with pytest.raises(RuntimeError, match=r"gpu:0 does not say .* unset that variable"):
+        devices.device_available_bytes(Gpu())
+
+
+def test_a_process_without_the_cpu_is_told_how_to_add_it(monkeypatch):
+    def absent(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", absent)
+    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda,cpu"):
+        devices.host_device()
+
+
 def test_a_container_may_have_less_than_its_machine(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")

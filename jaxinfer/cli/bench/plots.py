@@ -6,8 +6,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from jaxinfer.cli.bench.files import write_file
-from jaxinfer.cli.bench.machine import machine
 from jaxinfer.cli.bench.results import METRICS, Latency, Throughput
+from jaxinfer.compiled.machine import machine
 from jaxinfer.evaluation.figures import OURS, SEQUENCE, finish, legend_outside, render
 from jaxinfer.generation import LLM
 

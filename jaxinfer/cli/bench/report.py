@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from jaxinfer.cli.bench.files import write_file
-from jaxinfer.cli.bench.machine import machine
 from jaxinfer.cli.bench.results import METRICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.compiled.machine import machine
 from jaxinfer.generation import LLM
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")

@@ -347,4 +347,5 @@ class DeviceLayout:
             rows=tokens,
             dtype=self.weights.matrix_dtype,
             weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves),
+            devices=1 if self.mesh is None else self.mesh.size,
         )
