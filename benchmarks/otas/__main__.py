@@ -6,8 +6,9 @@ The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at l
 machine's capacity at level 0. Deadlines are the paper's, as many times shorter as a batch is faster here.
 
 - `planning`: the planner against trying everything, and its speed.
-- `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds. Beside the
-  paper's mix: equal utility, some far deadlines, a load that swings, and a fragile task with the paper's accuracies.
+- `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds. The others
+  run twice: with the paper's batching, and with that of `elastic` (`NAME, by worth`). In addition to the paper's mix:
+  equal utility, some far deadlines, loads that swing, and a fragile task with the paper's accuracies.
 - `shown`: one run of each policy in the two cells whose figures are in docs/elastic.md; `virtual` has them, too.
 - `live`: two loads with real images on the wall clock, for 40 minutes, beside the same simulated; and a slow spell.
 
@@ -28,9 +29,9 @@ from benchmarks.otas.virtual import shown, virtual
 from benchmarks.report import Report
 
 
-def _setting(report: Report) -> Setting:
+def _setting(report: Report, *, quick: bool) -> Setting:
     """Measure the setting, and report it."""
-    setting = measure_setting()
+    setting = measure_setting(quick=quick)
     report.rows.append(setting.row())
     return setting
 
@@ -57,7 +58,7 @@ def main() -> None:
         if part == "planning":
             planning(report)
         else:
-            setting = setting or _setting(report)
+            setting = setting or _setting(report, quick=args.quick)
             queries = 5_000 if args.quick else 15_000
             if part == "virtual":
                 virtual(report, setting, seeds=2 if args.quick else 5, queries=queries)
