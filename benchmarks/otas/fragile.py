@@ -5,6 +5,7 @@ No task trained here loses 12 points; these are OTAS's accuracies of CIFAR-100 (
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 
 import rich
 
@@ -35,13 +36,13 @@ def fragile_profile() -> ServingProfile:
     return dataclasses.replace(usual, accuracy=accuracy)
 
 
-def fragile(report: Report, *, seeds: int, queries: int) -> None:
+def fragile(report: Report, *, seeds: Sequence[int], queries: int) -> None:
     """Compare policies that adapt with every fixed level, with both batchings."""
     profile = fragile_profile()
     fixed = ["pets", *(f"level{level:+d}" for level in profile.levels if level)]
     for load in LOADS:
         runs = {
-            name: [_run(profile, name, load, seed=seed, count=queries) for seed in range(seeds)]
+            name: [_run(profile, name, load, seed=seed, count=queries) for seed in seeds]
             for name in (*ADAPTING, *fixed, *(f"{name}{BY_WORTH}" for name in (*ADAPTING, *fixed) if name != OURS))
         }
         means = {name: statistics.mean(run.normalised for run in results) for name, results in runs.items()}

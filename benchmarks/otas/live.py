@@ -101,7 +101,6 @@ def serve_live(setting: Setting, queries: Sequence[Query], policy: str) -> Serve
 def _service(setting: Setting, policy: str) -> Service:
     return Service.from_checkpoint(
         BACKBONE,
-        merge_levels=setting.merge_levels,
         policy=lambda profile: make_policy(policy, profile, scale=setting.levels.scale, time_limit=PLAN_SECONDS),
         max_waiting=100_000,
     )
@@ -150,7 +149,7 @@ def controller_share(setting: Setting, *, seconds: float) -> float:
     """Measure the controller's share of a core at 300 queries a second: batching queries, and planning."""
     arrivals = np.arange(round(CALM_RATE * seconds)) / CALM_RATE
     queries = setting.levels.queries(arrivals, seed=0, kinds=table_ii(setting.levels.profile.tasks))
-    with Service.from_checkpoint(BACKBONE, merge_levels=setting.merge_levels) as service:
+    with Service.from_checkpoint(BACKBONE) as service:
         service.measure_latency()
         send_queries(service, queries, setting.tests)
         return service.statistics.planning_seconds / seconds

@@ -27,8 +27,6 @@ INFAAS = "infaas"
 OURS = "elastic"
 BY_WORTH = ", by worth"
 """Ending of the name of a policy that batches as `elastic` does, and not as in the paper."""
-QUICK_MERGES = (-11, -5)
-"""The only levels below 0 of a quick run: they take longest to compile."""
 
 
 class Swing(NamedTuple):
@@ -105,11 +103,6 @@ class Setting(NamedTuple):
     tests: Mapping[str, Dataset]
 
     @property
-    def merge_levels(self) -> list[int]:
-        """The levels below 0."""
-        return [level for level in self.levels.profile.levels if level < 0]
-
-    @property
     def policies(self) -> list[str]:
         """The policies that adapt, PetS, INFaaS, and the other fixed levels; each batches as in the paper."""
         fixed = (level for level in self.levels.profile.levels if level)
@@ -174,13 +167,9 @@ def best_fixed(utilities: Mapping[str, float], ending: str = "") -> str:
     return max(fixed, key=plain.__getitem__) + ending
 
 
-def measure_setting(*, quick: bool = False) -> Setting:
-    """Time batches and loads, and classify all test images, at all levels and with all models.
-
-    Args:
-      quick: whether only `QUICK_MERGES` are levels below 0.
-    """
-    service = Service.from_checkpoint(BACKBONE, merge_levels=QUICK_MERGES if quick else None)
+def measure_setting() -> Setting:
+    """Time batches and loads, and classify all test images, at all levels and with all models."""
+    service = Service.from_checkpoint(BACKBONE)
     size = service.config.image_size
     tests = {name: service.task(name).divide(load_dataset(name, size)).test for name in TASKS}
     levels = measure(service, tests)

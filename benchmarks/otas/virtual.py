@@ -84,13 +84,13 @@ Runs = Mapping[tuple[Cell, str], Sequence[Ended]]
 """Runs by cell and policy, a run per seed."""
 
 
-def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Runs:
+def virtual(report: Report, setting: Setting, *, seeds: Sequence[int], queries: int) -> Runs:
     """Simulate all policies and fixed levels with both batchings in all cells.
 
     Args:
       report: collects rows and checks.
       setting: the measured setting.
-      seeds: number of seeds per cell.
+      seeds: the seeds in each cell.
       queries: approximate number of queries per run.
 
     Returns:
@@ -98,10 +98,10 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
     """
     runs: dict[tuple[Cell, str], list[Ended]] = {}
     for cell in track(CELLS, "simulated"):
-        drawn = [setting.queries(cell, seed=seed, count=queries) for seed in range(seeds)]
+        drawn = [setting.queries(cell, seed=seed, count=queries) for seed in seeds]
         summed_up = {}
         for name in setting.contenders:
-            served = [setting.simulate(given, name, seed=seed) for seed, given in enumerate(drawn)]
+            served = [setting.simulate(given, name, seed=seed) for seed, given in zip(seeds, drawn, strict=True)]
             runs[cell, name] = [Ended.from_served(run) for run in served]
             _add_row(report, cell, name, runs[cell, name])
             if cell in SHOWN and name in setting.policies:
@@ -141,7 +141,7 @@ def summary_row(setting: Setting, cell: Cell, runs: Mapping[str, Sequence[Served
     return {"figure": "shown", "summary": msgspec.to_builtins(summarise(recorded), str_keys=True)}
 
 
-def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
+def _infaas_simulated(report: Report, *, seeds: Sequence[int], queries: int) -> None:
     """Simulate ViT-S/B/L against ViT-B's levels.
 
     Rates and accuracies are from the literature: nothing of it was run.
@@ -150,8 +150,7 @@ def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
         for by_worth in (False, True):
             gains = {
                 load: statistics.mean(
-                    simulated_gain(load, bandwidth, seed=seed, count=queries, by_worth=by_worth)
-                    for seed in range(seeds)
+                    simulated_gain(load, bandwidth, seed=seed, count=queries, by_worth=by_worth) for seed in seeds
                 )
                 for load in BUSY
             }

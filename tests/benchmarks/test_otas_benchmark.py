@@ -10,6 +10,7 @@ from benchmarks.otas.fragile import FRAGILE, LOADS, fragile_profile
 from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
 from benchmarks.otas.live import with_times_of
 from benchmarks.otas.planning import brute_force, draw, earned
+from benchmarks.otas.replay import RECORDED, read, replayed
 from benchmarks.otas.setting import (
     FAR_DEADLINES,
     FAR_SHARE,
@@ -75,6 +76,23 @@ def test_rivals_run_with_both_batchings(setting):
     assert len(setting.contenders) == 2 * len(setting.policies) - 1
 
 
+def test_a_result_is_replayed(setting):
+    row = json.loads(json.dumps(setting.row()))
+    found = replayed({"rows": [{"figure": "planner"}, row]})
+    assert found.policies == setting.policies
+    assert found.row() == row | {"model_capacity": found.row()["model_capacity"]}
+    np.testing.assert_allclose(found.row()["model_capacity"], row["model_capacity"], rtol=1e-3)
+    median = np.median(found.levels.samples[0, 64])
+    assert median == pytest.approx(64 / found.levels.capacity, rel=1e-3)
+
+
+def test_the_committed_result_can_be_replayed():
+    found = replayed(read(RECORDED))
+    assert found.levels.profile.capacity(0) < found.levels.capacity
+    queries = found.queries(Cell("wandering", 0.8), seed=0, count=1000)
+    assert 0.9 < found.simulate(queries, "elastic", seed=0).normalised <= 1.05
+
+
 def test_the_best_fixed_level_has_the_batching_asked_for():
     utilities = {"elastic": 0.9, "rate": 0.9, "level-8": 0.5, "pets": 0.4, "level+2, by worth": 0.6}
     utilities |= {"pets, by worth": 0.7, "rate, by worth": 0.9}
@@ -98,7 +116,7 @@ def test_a_run_is_simulated_with_its_own_times(setting):
 @pytest.mark.slow
 def test_what_is_checked(setting, tmp_path):
     report = Report()
-    virtual(report, setting, seeds=2, queries=400)
+    virtual(report, setting, seeds=range(2), queries=400)
     names = {check.name for check in report.checks}
     assert names == {
         *("utility_1_1x", "utility_1_3x", "utility_bursty", "gain_vs_pets", "gain_vs_paper_mode", "late_share_virtual"),
