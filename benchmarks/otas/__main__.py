@@ -54,6 +54,7 @@ def main() -> None:
         "--part", metavar="PARTS", help="some of the parts (default: planning,virtual and, unless replayed, live)"
     )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="take the setting of this result; no live part")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of the simulations")
     parser.add_argument("--seed", type=int, default=0, help="the first random seed of the simulations")
     parser.add_argument("--live-seconds", type=float, default=45.0, help="of each live run")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
@@ -76,7 +77,7 @@ def main() -> None:
             planning(report)
         else:
             setting = setting or _setting(report, args.replay)
-            queries, seeds = (3_000, 2) if args.quick else (15_000, 5)
+            queries, seeds = (3_000, 2) if args.quick else (15_000, args.seeds)
             if part == "virtual":
                 virtual(report, setting, seeds=range(args.seed, args.seed + seeds), queries=queries)
             elif part == "shown":

@@ -1,8 +1,12 @@
 """Policies on a simulated clock: the same controller, with latencies drawn from measured ones."""
 
+import functools
+import multiprocessing
+import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -85,7 +89,7 @@ Runs = Mapping[tuple[Cell, str], Sequence[Ended]]
 
 
 def virtual(report: Report, setting: Setting, *, seeds: Sequence[int], queries: int) -> Runs:
-    """Simulate all policies and fixed levels with both batchings in all cells.
+    """Simulate all policies and fixed levels with both batchings in all cells, several cells at a time.
 
     Args:
       report: collects rows and checks.
@@ -97,26 +101,38 @@ def virtual(report: Report, setting: Setting, *, seeds: Sequence[int], queries: 
       The runs by cell and policy.
     """
     runs: dict[tuple[Cell, str], list[Ended]] = {}
-    for cell in track(CELLS, "simulated"):
-        drawn = [setting.queries(cell, seed=seed, count=queries) for seed in seeds]
-        summed_up = {}
-        for name in setting.contenders:
-            served = [setting.simulate(given, name, seed=seed) for seed, given in zip(seeds, drawn, strict=True)]
-            runs[cell, name] = [Ended.from_served(run) for run in served]
-            _add_row(report, cell, name, runs[cell, name])
-            if cell in SHOWN and name in setting.policies:
-                summed_up[name] = served
-        if summed_up:
-            report.rows.append(summary_row(setting, cell, summed_up))
-        arrivals = np.array([query.arrival for query in drawn[0]])
-        traits = {name: round(float(value), 3) for name, value in burstiness(arrivals / setting.levels.scale).items()}
-        report.row(figure="trace", **cell._asdict(), **traits)
+    simulated = functools.partial(_simulate_cell, setting._replace(tests={}), seeds=seeds, queries=queries)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for cell, (ended, rows) in track(
+            zip(CELLS, pool.map(simulated, CELLS), strict=True), "simulated", total=len(CELLS)
+        ):
+            runs |= {(cell, name): of_seeds for name, of_seeds in ended.items()}
+            report.rows += rows
     _print(setting, runs)
     _check_equal_batching(report, setting, runs)
     _check(report, setting, runs)
     fragile(report, seeds=seeds, queries=queries)
     _infaas_simulated(report, seeds=seeds, queries=queries)
     return runs
+
+
+def _simulate_cell(
+    setting: Setting, cell: Cell, *, seeds: Sequence[int], queries: int
+) -> tuple[dict[str, list[Ended]], list[dict[str, Any]]]:
+    """Simulate all policies in a cell; return their runs, and the rows of a result."""
+    drawn = [setting.queries(cell, seed=seed, count=queries) for seed in seeds]
+    runs, rows, summed_up = {}, [], {}
+    for name in setting.contenders:
+        served = [setting.simulate(given, name, seed=seed) for seed, given in zip(seeds, drawn, strict=True)]
+        runs[name] = [Ended.from_served(run) for run in served]
+        rows.append(_policy_row(cell, name, runs[name]))
+        if cell in SHOWN and name in setting.policies:
+            summed_up[name] = served
+    if summed_up:
+        rows.append(summary_row(setting, cell, summed_up))
+    arrivals = np.array([query.arrival for query in drawn[0]])
+    traits = {name: round(float(value), 3) for name, value in burstiness(arrivals / setting.levels.scale).items()}
+    return runs, [*rows, {"figure": "trace", **cell._asdict(), **traits}]
 
 
 def shown(report: Report, setting: Setting, *, queries: int) -> None:
@@ -170,18 +186,18 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), float(half)
 
 
-def _add_row(report: Report, cell: Cell, name: str, runs: Sequence[Ended]) -> None:
+def _policy_row(cell: Cell, name: str, runs: Sequence[Ended]) -> dict[str, Any]:
     mean, half = mean_interval([run.utility for run in runs])
     levels = sum((run.levels for run in runs), start=Counter[int]())
-    report.row(
-        figure="virtual",
+    return {
+        "figure": "virtual",
         **cell._asdict(),
-        policy=name,
-        utility=round(mean, 4),
-        interval=round(half, 4),
-        outcomes=[round(statistics.mean(run.shares[outcome] for run in runs), 4) for outcome in Outcome],
-        levels={str(level): round(levels[level] / levels.total(), 4) for level in sorted(levels)},
-    )
+        "policy": name,
+        "utility": round(mean, 4),
+        "interval": round(half, 4),
+        "outcomes": [round(statistics.mean(run.shares[outcome] for run in runs), 4) for outcome in Outcome],
+        "levels": {str(level): round(levels[level] / levels.total(), 4) for level in sorted(levels)},
+    }
 
 
 def _print(setting: Setting, runs: Runs) -> None:
