@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.otas.setting import INFAAS
+from benchmarks.otas.setting import BY_WORTH, INFAAS
 from benchmarks.otas.tables import Rows, cell_of
 from benchmarks.otas.virtual import SHOWN
 from benchmarks.report import caption
@@ -26,7 +26,8 @@ def draw_all(result: Mapping[str, Any], folder: Path) -> None:
         write_figure(folder / "levels.svg", plots.draw_levels(profile, source))
         write_figure(folder / "batches.svg", plots.draw_batches(profile, source))
         for cell in SHOWN:
-            policies = [row for row in rows if row["figure"] == "virtual" and cell_of(row) == cell]
+            cells = (row for row in rows if row["figure"] == "virtual" and cell_of(row) == cell)
+            policies = [row for row in cells if not row["policy"].endswith(BY_WORTH)]
             if policies:
                 _draw_policies(policies, profile.levels, caption(result, _load(*cell[:2])), folder / cell.trace)
     notes = [row["text"] for row in rows if row["figure"] == "note"]

@@ -94,14 +94,16 @@ def _profile(rates: Mapping[int, float], losses: Mapping[int, float]) -> Serving
     )
 
 
-def simulated_gain(load: float, link: float, *, seed: int, count: int) -> float:
+def simulated_gain(load: float, link: float, *, seed: int, count: int, by_worth: bool = False) -> float:
     """Simulate the utility of elastic tokens relative to INFaaS with ViT-S/B/L, in float32 over a link.
 
-    The link has `link` bytes/s.
+    The link has `link` bytes/s. INFaaS batches as the paper does, or as elastic tokens do if `by_worth`.
     """
     levels, models, rate = paper_profile(), vits_profile(), load * PAPER_RATES[0]
     queries = make_queries(wandering_arrivals(rate, count / rate, seed=seed), table_ii(list(PAPER_ACCURACY)), seed=seed)
     loads = {index: 4 * parameters / link for index, (_, _, parameters) in enumerate(VITS.values())}
-    ours: Served = simulate(queries, Elastic(levels), levels, seed=seed)
-    theirs: Served = simulate(queries, ModelSwitching(models, loads), models, seed=seed)
+    elastic = Elastic(levels)
+    switching = ModelSwitching(models, loads, elastic.batching if by_worth else None)
+    ours: Served = simulate(queries, elastic, levels, seed=seed)
+    theirs: Served = simulate(queries, switching, models, seed=seed)
     return ours.utility / theirs.utility

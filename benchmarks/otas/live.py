@@ -22,7 +22,7 @@ from benchmarks.report import Report
 from jaxinfer.elastic import Service
 from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.scheduling.policies import make_policy
-from jaxinfer.elastic.scheduling.query import Outcome
+from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.elastic.service import PLAN_SECONDS
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements
@@ -54,11 +54,12 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
     late, utilities = [], defaultdict[Cell, list[float]](list)
     for seed, cell in itertools.product(range(seeds), CELLS):
         count = round(seconds * cell.load * setting.levels.capacity)
+        queries = setting.queries(cell, seed=seed, count=count)
         for name in COMPARED:
-            served = serve_live(setting, cell, name, seed=seed, count=count)
+            served = serve_live(setting, queries, name)
             measured = setting._replace(levels=with_times_of(setting.levels, served.answers))
             simulated = {
-                what: chosen.simulate(cell, name, seed=seed, count=count).normalised
+                what: chosen.simulate(queries, name, seed=seed).normalised
                 for what, chosen in (("simulated", measured), ("predicted", setting))
             }
             for what, value in simulated.items():
@@ -89,9 +90,8 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
     report.check("controller_share", share, "of a core", target=0.05, better="lower")
 
 
-def serve_live(setting: Setting, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
-    """Serve the queries of `Setting.simulate` live, once."""
-    queries = setting.queries(cell, seed=seed, count=count)
+def serve_live(setting: Setting, queries: Sequence[Query], policy: str) -> Served:
+    """Serve queries live, once."""
     with _service(setting, policy) as service:
         service.measure_latency()
         answers = send_queries(service, queries, setting.tests)

@@ -1,8 +1,10 @@
 """The setting: the committed tasks, their batch times here, and the images that each level gets right."""
 
 import dataclasses
+import functools
 import gzip
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from benchmarks.report import ROOT
 from examples.train_elastic_vit import SIZES
 from jaxinfer.elastic import Dataset, Service, load_dataset
 from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Policy, make_policy
+from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure
 from jaxinfer.evaluation.elastic.simulator import Served
@@ -21,9 +24,36 @@ BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
 TASKS = ("digits", "mnist", "textures")
 """Tasks in place of CIFAR-10, CIFAR-100 and EuroSAT."""
 INFAAS = "infaas"
-LOW, HIGH, SWING_SECONDS = 0.3, 1.6, 20.0
-"""The two loads of swinging arrivals, and the duration of each in the paper's seconds."""
-LONGER = {"swinging": 4}
+OURS = "elastic"
+BY_WORTH = ", by worth"
+"""Ending of the name of a policy that batches as `elastic` does, and not as in the paper."""
+
+
+class Swing(NamedTuple):
+    """Arrivals at two loads in turn.
+
+    Attributes:
+      low: the lower load, which comes first, as a multiple of the capacity at level 0.
+      high: the higher load.
+      seconds: duration of each, in the paper's seconds.
+    """
+
+    low: float
+    high: float
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """The mean load."""
+        return round((self.low + self.high) / 2, 3)
+
+
+SWINGS = {
+    "swinging": Swing(0.3, 1.6, 20.0),
+    **{f"swings of {seconds} s": Swing(0.5, 1.6, float(seconds)) for seconds in (2, 5, 20)},
+}
+"""The swinging arrivals by trace."""
+LONGER = {"swinging": 4, "swings of 5 s": 2, "swings of 20 s": 4}
 """Factors on the number of queries of some traces, to see several swings."""
 
 FAR_SHARE, FAR_SECONDS = 0.003, 60.0
@@ -74,9 +104,14 @@ class Setting(NamedTuple):
 
     @property
     def policies(self) -> list[str]:
-        """The policies that adapt, PetS, INFaaS, and the other fixed levels."""
+        """The policies that adapt, PetS, INFaaS, and the other fixed levels; each batches as in the paper."""
         fixed = (level for level in self.levels.profile.levels if level)
         return [*POLICIES, INFAAS, *(f"level{level:+d}" for level in fixed)]
+
+    @property
+    def contenders(self) -> list[str]:
+        """The policies, and each again with the batching of `elastic`."""
+        return [*self.policies, *(f"{name}{BY_WORTH}" for name in self.policies if name != OURS)]
 
     def row(self) -> dict[str, Any]:
         """The row of a result that holds the measured figures."""
@@ -95,11 +130,11 @@ class Setting(NamedTuple):
         }
 
     def make(self, policy: str) -> Policy:
-        """Make a policy by name, with the paper's batching at this device's pace."""
-        if policy == INFAAS:
-            usual = make_policy("pets", self.levels.profile, scale=self.levels.scale)
+        """Make one of `contenders`, at this device's pace."""
+        if is_infaas(policy):
+            usual = make_contender(policy.replace(INFAAS, "pets"), self.levels.profile, scale=self.levels.scale)
             return ModelSwitching(self.models.profile, self.load_seconds, usual.batching)
-        return make_policy(policy, self.levels.profile, scale=self.levels.scale)
+        return make_contender(policy, self.levels.profile, scale=self.levels.scale)
 
     def queries(self, cell: Cell, *, seed: int, count: int) -> list[Query]:
         """Draw about `count` queries of a cell, in the paper's mix. The seed draws them, the same for all policies."""
@@ -108,11 +143,28 @@ class Setting(NamedTuple):
         arrivals = arrivals_at(TRACES[cell.trace], rate, count / rate, seed=seed, scale=measured.scale)
         return measured.queries(arrivals, seed=seed, kinds=MIXES[cell.mix])
 
-    def simulate(self, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
-        """Run once on a simulated clock."""
-        measured, queries = self.models if policy == INFAAS else self.levels, self.queries(cell, seed=seed, count=count)
+    def simulate(self, queries: Sequence[Query], policy: str, *, seed: int) -> Served:
+        """Serve queries once on a simulated clock; the seed draws the seconds of batches."""
+        measured = self.models if is_infaas(policy) else self.levels
         served = measured.simulate(queries, self.make(policy), seed=seed)
         return Served(answers=served.answers, best=self.levels.best(queries))
+
+
+def is_infaas(policy: str) -> bool:
+    """Whether a policy chooses models and not levels, whichever way it batches."""
+    return policy.removesuffix(BY_WORTH) == INFAAS
+
+
+def make_contender(name: str, profile: ServingProfile, *, scale: float = 1.0) -> Policy:
+    """Make a policy whose name may end in `BY_WORTH`. For the arguments see `make_policy`."""
+    return make_policy(name.removesuffix(BY_WORTH), profile, scale=scale, by_worth=name.endswith(BY_WORTH))
+
+
+def best_fixed(utilities: Mapping[str, float], ending: str = "") -> str:
+    """Find the fixed level of the highest utility among the policies with this ending of their names."""
+    plain = {name.removesuffix(ending): value for name, value in utilities.items() if name.endswith(ending)}
+    fixed = [name for name in plain if re.fullmatch(r"level[+-]\d+|pets", name)]
+    return max(fixed, key=plain.__getitem__) + ending
 
 
 def measure_setting() -> Setting:
@@ -142,19 +194,19 @@ def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.n
     return (part - part[0]) * (seconds / (part[-1] - part[0]))
 
 
-def swinging_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """Draw Poisson arrivals at `LOW` and `HIGH` in turn, as multiples of the capacity if `rate` is their mean."""
+def swinging_arrivals(rate: float, seconds: float, *, seed: int, swing: Swing) -> np.ndarray:
+    """Draw Poisson arrivals at a swing's loads in turn, which are multiples of the capacity if `rate` is their mean."""
     rng, arrived = np.random.default_rng((seed, 6)), []
-    for place, begin in enumerate(np.arange(0.0, seconds, SWING_SECONDS)):
-        length = min(SWING_SECONDS, seconds - begin)
-        now = rate * (LOW, HIGH)[place % 2] / ((LOW + HIGH) / 2)
+    for place, begin in enumerate(np.arange(0.0, seconds, swing.seconds)):
+        length = min(swing.seconds, seconds - begin)
+        now = rate * (swing.low, swing.high)[place % 2] / swing.mean
         arrived.append(begin + length * np.sort(rng.random(rng.poisson(now * length))))
     return np.concatenate(arrived)
 
 
 TRACES: dict[str, Callable[..., np.ndarray]] = {
     **ARRIVALS,
-    "swinging": swinging_arrivals,
+    **{trace: functools.partial(swinging_arrivals, swing=swing) for trace, swing in SWINGS.items()},
     "azure code": lambda rate, seconds, *, seed: azure_arrivals("code", rate, seconds, seed=seed),
     "azure conv": lambda rate, seconds, *, seed: azure_arrivals("conv", rate, seconds, seed=seed),
 }

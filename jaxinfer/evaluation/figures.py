@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from jaxinfer.disk_cache.files import write_atomically
 
 OURS, BLUE, GREEN, ORANGE = "#d55e00", "#0072b2", "#009e73", "#e69f00"
-SKY, PINK = "#56b4e9", "#cc79a7"
+SKY, PINK, PURPLE = "#56b4e9", "#cc79a7", "#7570b3"
 BLACK, GREY, LIGHT_GREY = "#222222", "#777777", "#b0b0b0"
 SEQUENCE = (BLUE, ORANGE, GREEN, PINK, SKY, BLACK)
 """Colours of what is neither a policy nor a system, such as tasks and batch sizes."""
@@ -31,6 +31,7 @@ COLOURS = {
     "paper_profiled": SKY,
     "slack": GREEN,
     "slackfit": ORANGE,
+    "rate": PURPLE,
     "infaas": PINK,
     "pets": BLACK,
     # Systems of experts; a baseline that groups requests has its baseline's colour.

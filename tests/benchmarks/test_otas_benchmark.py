@@ -10,16 +10,16 @@ from benchmarks.otas.fragile import FRAGILE, LOADS, fragile_profile
 from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
 from benchmarks.otas.live import with_times_of
 from benchmarks.otas.planning import brute_force, draw, earned
+from benchmarks.otas.replay import RECORDED, read, replayed
 from benchmarks.otas.setting import (
     FAR_DEADLINES,
     FAR_SHARE,
-    HIGH,
-    LOW,
-    SWING_SECONDS,
+    SWINGS,
     TASKS,
     Cell,
     Setting,
     azure_arrivals,
+    best_fixed,
     swinging_arrivals,
 )
 from benchmarks.otas.tables import live, tables
@@ -53,9 +53,11 @@ def setting():
 
 
 def test_all_policies_serve_the_same_queries(setting):
-    assert setting.policies[:7] == ["elastic", "paper", "paper_profiled", "pets", "slack", "slackfit", "infaas"]
-    assert setting.policies[7:] == ["level-20", "level-15", "level-10", "level-5", "level+2", "level+4", "level+8"]
-    runs = {name: setting.simulate(Cell("wandering", 1.1), name, seed=1, count=2000) for name in setting.policies}
+    policies = ["elastic", "paper", "paper_profiled", "pets", "slack", "slackfit", "rate", "infaas"]
+    assert setting.policies[:8] == policies
+    assert setting.policies[8:] == ["level-20", "level-15", "level-10", "level-5", "level+2", "level+4", "level+8"]
+    queries = setting.queries(Cell("wandering", 1.1), seed=1, count=2000)
+    runs = {name: setting.simulate(queries, name, seed=1) for name in setting.contenders}
     ids = sorted(answer.query.id for answer in runs["elastic"].answers)
     assert 1900 < len(ids) < 2100
     for name, run in runs.items():
@@ -63,13 +65,47 @@ def test_all_policies_serve_the_same_queries(setting):
         assert run.best == runs["elastic"].best, name
     assert runs["elastic"].utility > 1.1 * runs["pets"].utility
     assert set(runs["infaas"].levels) <= {0, 1, 2}
+    assert set(runs["infaas, by worth"].levels) <= {0, 1, 2}
+
+
+def test_rivals_run_with_both_batchings(setting):
+    ours = setting.make("elastic").batching
+    for name in setting.policies[1:]:
+        assert setting.make(f"{name}, by worth").batching == ours
+        assert setting.make(name).batching != ours
+    assert len(setting.contenders) == 2 * len(setting.policies) - 1
+
+
+def test_a_result_is_replayed(setting):
+    row = json.loads(json.dumps(setting.row()))
+    found = replayed({"rows": [{"figure": "planner"}, row]})
+    assert found.policies == setting.policies
+    assert found.row() == row | {"model_capacity": found.row()["model_capacity"]}
+    np.testing.assert_allclose(found.row()["model_capacity"], row["model_capacity"], rtol=1e-3)
+    median = np.median(found.levels.samples[0, 64])
+    assert median == pytest.approx(64 / found.levels.capacity, rel=1e-3)
+
+
+def test_the_committed_result_can_be_replayed():
+    found = replayed(read(RECORDED))
+    assert found.levels.profile.capacity(0) < found.levels.capacity
+    queries = found.queries(Cell("wandering", 0.8), seed=0, count=1000)
+    assert 0.9 < found.simulate(queries, "elastic", seed=0).normalised <= 1.05
+
+
+def test_the_best_fixed_level_has_the_batching_asked_for():
+    utilities = {"elastic": 0.9, "rate": 0.9, "level-8": 0.5, "pets": 0.4, "level+2, by worth": 0.6}
+    utilities |= {"pets, by worth": 0.7, "rate, by worth": 0.9}
+    assert best_fixed(utilities) == "level-8"
+    assert best_fixed(utilities, ", by worth") == "pets, by worth"
 
 
 def test_a_run_is_simulated_with_its_own_times(setting):
     cell = Cell("wandering", 0.5)
     usual = setting.levels
     slow = dataclasses.replace(usual, samples={key: 1.2 * seconds for key, seconds in usual.samples.items()})
-    served = setting._replace(levels=slow).simulate(cell, "pets", seed=0, count=1000)
+    queries = setting.queries(cell, seed=0, count=1000)
+    served = setting._replace(levels=slow).simulate(queries, "pets", seed=0)
     own = with_times_of(usual, served.answers)
     assert len(own.samples[0, 8]) > 1
     np.testing.assert_allclose(np.unique(own.samples[0, 8].round(9)), slow.samples[0, 8])
@@ -80,12 +116,13 @@ def test_a_run_is_simulated_with_its_own_times(setting):
 @pytest.mark.slow
 def test_what_is_checked(setting, tmp_path):
     report = Report()
-    virtual(report, setting, seeds=2, queries=400)
+    virtual(report, setting, seeds=range(2), queries=400)
     names = {check.name for check in report.checks}
     assert names == {
         *("utility_1_1x", "utility_1_3x", "utility_bursty", "gain_vs_pets", "gain_vs_paper_mode", "late_share_virtual"),
         *("gain_vs_infaas_real", "gain_vs_infaas_simulated", "gain_vs_paper_profiled", "type1_share"),
         *("utility_far_deadlines", "gain_vs_best_fixed_swing", "gain_vs_best_fixed_fragile"),
+        *("gain_vs_pets_equal_batching", "gain_vs_best_fixed_swing_equal_batching"),
         *(f"gain_vs_{rival}{where}" for rival in ("best_fixed", "slack", "slackfit") for where in ("", "_bursty")),
     }
     values = {check.name: check.value for check in report.checks}
@@ -95,9 +132,10 @@ def test_what_is_checked(setting, tmp_path):
     pytest.importorskip("benchmarks.otas.figures").draw_all(json.loads(json.dumps(report.result())), tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == 12
     made = tables(report.rows)
-    assert [text.count("\n") for text in made.values()] == [2 + len(CELLS) - 1, 2 + len(LOADS) - 1]
+    lines = [len(CELLS), len(CELLS), 2 * len(LOADS), len(LINKS)]
+    assert [text.count("\n") - 1 for text in made.values()] == lines
     utility = report.rows[0]["utility"]
-    assert f"{utility:.3f}" in made["Simulated"].splitlines()[2]
+    assert all(f"{utility:.3f}" in text.splitlines()[2] for title, text in made.items() if "Simulated" in title)
 
 
 def test_live_runs_in_a_table():
@@ -116,10 +154,12 @@ def test_some_deadlines_are_far(setting):
     assert len(far) / len(queries) == pytest.approx(FAR_SHARE, rel=0.5)
 
 
-def test_arrivals_swing():
-    arrivals = swinging_arrivals(100.0, 4 * SWING_SECONDS, seed=0)
-    counts, _ = np.histogram(arrivals, bins=4, range=(0, 4 * SWING_SECONDS))
-    assert counts / 100 / SWING_SECONDS == pytest.approx(np.array([LOW, HIGH] * 2) / (LOW + HIGH) * 2, rel=0.1)
+@pytest.mark.parametrize("swing", SWINGS.values())
+def test_arrivals_swing(swing):
+    arrivals = swinging_arrivals(500.0, 4 * swing.seconds, seed=0, swing=swing)
+    counts, _ = np.histogram(arrivals, bins=4, range=(0, 4 * swing.seconds))
+    loads = np.array([swing.low, swing.high] * 2)
+    assert counts / 500 / swing.seconds == pytest.approx(loads / swing.mean, rel=0.1)
     assert (np.diff(arrivals) >= 0).all()
 
 

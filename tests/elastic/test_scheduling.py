@@ -15,6 +15,7 @@ from jaxinfer.elastic.scheduling.policies import (
     LargestThatFits,
     ModelSwitching,
     Paper,
+    RateRule,
     SlackFit,
     job_of,
     make_policy,
@@ -40,6 +41,7 @@ POLICIES = {
     "prompts": lambda: FixedLevel(PROFILE, 2),
     "slack": lambda: LargestThatFits(PROFILE),
     "slackfit": lambda: SlackFit(PROFILE),
+    "rate": lambda: RateRule(PROFILE),
     "infaas": lambda: ModelSwitching(MODELS, {0: 0.05, 1: 0.1, 2: 0.3}),
 }
 
@@ -150,6 +152,9 @@ def test_padding_is_given_to_what_waits_except_as_printed():
             controller.submit(query(number, 0.0, utility=1.0 if number < 35 else 0.01))
         sizes[name] = len(controller.next(0.0).decision.batch)
     assert sizes == {"elastic": 40, "paper": 35, "pets": 35}
+    ours = make_policy("elastic", PROFILE, scale=0.5).batching
+    for name in ("paper", "pets", "rate", "level-5"):
+        assert make_policy(name, PROFILE, scale=0.5, by_worth=True).batching == ours
 
 
 # Policies and the controller
@@ -220,7 +225,7 @@ def test_models_are_loaded_where_the_choice_changes():
     assert policy.choose(batches, 0.0, large + 1)[1:3] == (2, 0)  # it still is there
 
 
-@pytest.mark.parametrize("name", ["elastic", "paper", "paper_profiled", "slack", "slackfit", "level-5"])
+@pytest.mark.parametrize("name", ["elastic", "paper", "paper_profiled", "slack", "slackfit", "rate", "level-5"])
 def test_policies_follow_a_profile_that_changes(name):
     slower, decided = profile(scale=2.0), set()
     changed, made = make_policy(name, PROFILE), make_policy(name, slower)
@@ -244,6 +249,16 @@ def test_levels_by_the_rate_are_as_profiled_or_table_i():
         assert found == [as_printed, profiled]
     fast = profile(scale=0.5)
     assert Paper(fast, profiled=True).choose(batches, 0.0, 760.0).level == 4  # of twice the rate
+
+
+def test_the_rate_alone_sets_the_level():
+    """The most tokens with which nine tenths of the capacity bear the rate; at the least, too, batches end in time."""
+    rule, usual = RateRule(PROFILE), Batch.from_query(query(0, 0.0, latency=10.0))
+    for rate, level in ((100, 8), (0.9 * 580, 0), (0.9 * 580 + 1, -5), (5000, -20)):
+        assert rule.choose([usual], 0.0, rate).level == level
+    urgent = Batch.from_query(query(1, 0.0, latency=PROFILE.seconds[-20, 1]))
+    assert rule.choose([urgent, usual], 0.0, 100).batch is usual
+    assert rule.choose([urgent], 0.0, 100) is None
 
 
 def test_a_fixed_level_must_be_in_every_profile():

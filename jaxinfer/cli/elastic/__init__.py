@@ -44,8 +44,8 @@ SeedOption = Annotated[int, typer.Option(min=0, help="Random seed.")]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Policy: elastic, paper, pets, slack, slackfit, or a fixed level such as level-8; repeatable (default: "
-        "elastic for run, all named policies for simulate).",
+        help="Policy: elastic, paper, pets, slack, slackfit, rate, or a fixed level such as level-8; repeatable "
+        "(default: elastic for run, all named policies for simulate).",
         show_default=False,
     ),
 ]

@@ -11,6 +11,8 @@ from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 NEARLY_ALL = 0.9
 """Share of the capacity at the best level beyond which plans leave time for queries to come."""
+BORNE = 0.9
+"""Share of a level's capacity that `RateRule` lets queries take."""
 MAX_JOBS = 40
 """Number of batches that `Elastic` plans, those with the earliest deadlines."""
 LEAST_UTILITY = 1e-9
@@ -80,6 +82,12 @@ def job_of(batch: Batch, profile: ServingProfile) -> Job:
             for level in profile.levels
         ),
     )
+
+
+def highest_level(profile: ServingProfile, rate: float, share: float) -> int:
+    """Find the highest level at which `share` of the capacity bears the rate, else the lowest level."""
+    enough = [level for level in profile.levels if share * profile.capacity(level) >= rate]
+    return max(enough, default=profile.levels[0])
 
 
 def with_price(jobs: Sequence[Job], price: float) -> list[Job]:
@@ -206,6 +214,20 @@ class LargestThatFits(_ByProfile):
         return None
 
 
+class RateRule(_ByProfile):
+    """The rule of a script: the highest level whose capacity bears the rate of arrivals, for all waiting batches.
+
+    A level is taken to bear `BORNE` times its capacity. The most urgent batch that ends in time at the level runs.
+    """
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        level = highest_level(self.profile, rate, BORNE)
+        for batch in by_deadline(batches):
+            if start + self.profile.batch_seconds(level, len(batch)) < batch.deadline:
+                return Decision(batch, level)
+        return None
+
+
 class SlackFit(_ByProfile):
     """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query selects a latency, and that a tuple.
 
@@ -326,13 +348,19 @@ class Paper(_ByProfile):
         """Choose the level for a rate: Algorithm 3's f."""
         profile = self.profile
         if self._profiled:
-            enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]
-            return max(enough, default=profile.levels[0])
+            return highest_level(profile, rate, UTILISATION)
         printed = next(level for least, level in PAPER_RATES if rate / profile.capacity(0) >= least)
         return min(profile.levels, key=lambda level: abs(level - printed))
 
 
-def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_limit: float | None = None) -> Policy:
+def make_policy(
+    name: str,
+    profile: ServingProfile,
+    *,
+    scale: float = 1.0,
+    time_limit: float | None = None,
+    by_worth: bool = False,
+) -> Policy:
     """Make a policy by name: one of `POLICIES`, or "level-8", "level+2" and so on for a fixed level.
 
     Args:
@@ -340,16 +368,19 @@ def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_
       profile: the profile of the levels.
       scale: factor on the paper's thresholds in seconds, which decide what queries share a batch.
       time_limit: seconds that a plan may take; see `Elastic`.
+      by_worth: whether any policy batches as `Elastic` does; otherwise the others batch as the paper does.
 
     Raises ValueError for an unknown name, or a level that the profile does not have.
     """
-    batching = BatchingConfig(max_batch=profile.sizes[-1]).scaled(scale)
+    is_paper = name in ("paper", "paper_profiled")
+    batching = BatchingConfig(max_batch=profile.sizes[-1], paper=is_paper and not by_worth).scaled(scale)
+    if by_worth or name == "elastic":
+        batching = batching.by_worth()
     if name == "elastic":
-        return Elastic(profile, batching.by_worth(), time_limit=time_limit)
-    if name in ("paper", "paper_profiled"):
+        return Elastic(profile, batching, time_limit=time_limit)
+    if is_paper:
         config = PaperConfig(initial=scale * PaperConfig().initial)
-        printed = dataclasses.replace(batching, paper=True)
-        return Paper(profile, printed, config, profiled=name == "paper_profiled")
+        return Paper(profile, batching, config, profiled=name == "paper_profiled")
     if name in _SIMPLE:
         return _SIMPLE[name](profile, batching)
     return FixedLevel(profile, _fixed_level(name), batching)
@@ -375,6 +406,7 @@ _SIMPLE: Mapping[str, Callable[[ServingProfile, BatchingConfig], Policy]] = {
     "pets": lambda profile, batching: FixedLevel(profile, 0, batching),
     "slack": LargestThatFits,
     "slackfit": SlackFit,
+    "rate": RateRule,
 }
 POLICIES = ("elastic", "paper", "paper_profiled", *_SIMPLE)
 """Names of the policies that choose levels, and of PetS, which always takes level 0."""
@@ -397,7 +429,7 @@ class ModelSwitching(_ByProfile):
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         profile = self.profile
-        model = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
+        model = highest_level(profile, rate, 1.0)
         setup = self._setup(model)
         for batch in by_deadline(batches):
             if start + setup + profile.batch_seconds(model, len(batch)) < batch.deadline:
