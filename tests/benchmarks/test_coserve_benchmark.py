@@ -71,6 +71,8 @@ def test_all_figures(tmp_path, monkeypatch):
     assert {"uma_switch_cut", "uma_worst_speedup", "switches_saved_vs_casual", "paper_vs_grouping_baseline"} <= names
     add_real(report)
     drift.measure(report, quick=True)
+    monkeypatch.setattr(bursts, "BURSTS", bursts.BURSTS[:1])
+    bursts.measure(report, quick=True)
     draw_all(report.result(), tmp_path)
     plots = ["ablation.svg", "measured.svg", "rates.svg", "sweeps.svg", "throughput.svg"]
     assert sorted(file.name for file in tmp_path.iterdir()) == plots
