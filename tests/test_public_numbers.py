@@ -216,9 +216,9 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
 
 SLOW = {
     *("AsyncLLM.close", "Embedder.close", "LLM", "LLM.close", "ModelOptions", "Service", "Service.close"),
-    "load_mnist",
+    *("LLM.beam_search", "load_dataset", "load_mnist"),
 }
-"""Calls that make whole engines, or read 5,000 images."""
+"""Calls that make whole engines, compile more programs, or read thousands of images."""
 
 
 @pytest.mark.parametrize(
