@@ -224,7 +224,7 @@ def check_played(blocks: Sequence[Block], played: Played, folder: Path) -> None:
     assert played.status == 0, f"{at}: status {played.status}\n{played.text}"
     for block, written in zip(blocks, texts, strict=True):
         text = dataclasses.replace(played, written=written).text
-        assert "Traceback" not in text, f"{block} prints\n{text}"
+        assert "Traceback (most recent call last)" not in text, f"{block} prints\n{text}"
         assert block.output is None or shown(block.output, text), f"{block} prints\n{text}"
         wide = [line for line in printed_lines(written.replace(f"{folder}/", "")) if len(line) > COLUMNS]
         assert block.language != "sh" or not wide, f"{block} prints lines of more than {COLUMNS} columns: {wide}"

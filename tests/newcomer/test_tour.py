@@ -45,7 +45,7 @@ class Tour:
     def run(self, command: list, *, silence: float = SILENCE, cwd: pathlib.Path | None = None, **options) -> Played:
         limits = Limits()
         played = play(command, cwd=cwd or self.work, environment=self.environment, **options)
-        assert "Traceback" not in played.written, played.text
+        assert "Traceback (most recent call last)" not in played.written, played.text
         assert "…" not in played.text, played.text  # a figure that was cut
         limits.hold("silence", played.silence, silence, played)
         return played
