@@ -1,5 +1,6 @@
 """Figures with targets. Imports no JAX, so that a process without a device can judge."""
 
+import abc
 import dataclasses
 from typing import Literal
 
@@ -28,3 +29,25 @@ class Check:
     @property
     def verdict(self) -> str:
         return self.invalid or ("met" if self.met else "missed")
+
+
+class Checked(abc.ABC):
+    """Something that keeps checks."""
+
+    @abc.abstractmethod
+    def add_check(self, check: Check) -> None:
+        """Keep a check."""
+
+    def check(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        target: float,
+        better: Literal["higher", "lower"] = "higher",
+        invalid: str = "",
+    ) -> None:
+        """Add a figure with a target; `invalid` as in `Check`."""
+        value = round(value, 4)
+        self.add_check(Check(name=name, value=value, unit=unit, target=target, better=better, invalid=invalid))

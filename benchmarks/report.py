@@ -10,12 +10,12 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import rich
 from rich.table import Table
 
-from benchmarks.checks import Check
+from benchmarks.checks import Check, Checked
 from jaxinfer.compiled.machine import machine
 from jaxinfer.disk_cache import write_atomically
 
@@ -24,7 +24,7 @@ PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 ROOT = Path(__file__).parents[1]
 
 
-class Report:
+class Report(Checked):
     """The rows and checks of a benchmark.
 
     Args:
@@ -45,19 +45,9 @@ class Report:
         """Add a measurement: its subject and its figures."""
         self.rows.append(fields)
 
-    def check(
-        self,
-        name: str,
-        value: float,
-        unit: str,
-        *,
-        target: float,
-        better: Literal["higher", "lower"] = "higher",
-        invalid: str = "",
-    ) -> None:
-        """Add a figure with a target; `invalid` as in `Check`."""
-        value = round(value, 4)
-        self.checks.append(Check(name=name, value=value, unit=unit, target=target, better=better, invalid=invalid))
+    def add_check(self, check: Check) -> None:
+        """Keep a check, for the end of the report."""
+        self.checks.append(check)
 
     def print_header(self) -> None:
         """Print the versions, and the machine."""

@@ -9,13 +9,14 @@ import random
 import statistics
 from collections.abc import Mapping
 
-from benchmarks.coserve.drift import DETECTORS, TYPES
+from benchmarks.coserve.drift import DETECTORS, FOLLOWS, NAMES, TYPES
 from benchmarks.coserve.machines import COPY_RATE, COPY_SECONDS, MB
+from benchmarks.coserve.workload import INTERVAL, OFFSET, make_graph
 from benchmarks.report import Report
 from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
-from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
+from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 from jaxinfer.experts.scheduling.profile import Profile, Tier
 from jaxinfer.experts.scheduling.scheduler import Scheduler
@@ -23,7 +24,7 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 SMALL, LARGE = (0.006, 0.004), (0.1, 0.015)
 """K and B in seconds at 32 and at 224 pixels."""
 EQUAL = (170 * MB, 170 * MB)
-INPUTS, INTERVAL, MAX_BATCH = 600, 0.004, 8
+INPUTS, MAX_BATCH = 600, 8
 HOST_EXPERTS = 4
 SEEDS = range(3)
 BEST = POLICIES["best"]
@@ -70,24 +71,16 @@ BURSTS = (
 def make_experts(burst: Burst, seed: int) -> tuple[ExpertGraph, list[TraceRequest]]:
     """Make the experts and a burst of inputs."""
     rng = random.Random(seed)
-    types, detectors = [f"type{i:02}" for i in range(TYPES)], [f"detector{i}" for i in range(DETECTORS)]
-    weights = [1 / (i + 20) if burst.zipf is None else 1 / (i + 1) ** burst.zipf for i in range(TYPES)]
-    follows = {name: detectors[i % DETECTORS] for i, name in enumerate(types[5::10])}
+    weights = [1 / (i + OFFSET) if burst.zipf is None else 1 / (i + 1) ** burst.zipf for i in range(TYPES)]
     experts = [
-        ExpertInfo(name=name, architecture=name, bytes=rng.randint(*burst.sizes)) for name in [*types, *detectors]
+        ExpertInfo(name=name, architecture=name, bytes=rng.randint(*burst.sizes))
+        for name in [*NAMES, *(f"detector{i}" for i in range(DETECTORS))]
     ]
-    kinds = zip(types, weights, strict=True)
-    graph = ExpertGraph(
-        experts,
-        [InputKind(name=name, expert=name, share=weight / sum(weights)) for name, weight in kinds],
-        [Rule(expert=name, verdict="ok", next=detector, probability=1.0) for name, detector in follows.items()],
-    )
-    chosen = rng.choices(types, weights, k=INPUTS)
     trace = [
-        TraceRequest(arrival=place * INTERVAL, experts=(name, follows[name]) if name in follows else (name,))
-        for place, name in enumerate(chosen)
+        TraceRequest(arrival=place * INTERVAL, experts=(name, FOLLOWS[name]) if name in FOLLOWS else (name,))
+        for place, name in enumerate(rng.choices(NAMES, weights, k=INPUTS))
     ]
-    return graph, trace
+    return make_graph(experts, dict(zip(NAMES, weights, strict=True)), FOLLOWS), trace
 
 
 def throughput(burst: Burst, policy: Policy, seed: int) -> float:

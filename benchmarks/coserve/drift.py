@@ -12,11 +12,11 @@ import statistics
 import numpy as np
 
 from benchmarks.coserve.machines import EFFICIENT, UMA, Layout, system
-from benchmarks.coserve.workload import expert
+from benchmarks.coserve.workload import expert, make_graph
 from benchmarks.report import Report
 from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest
-from jaxinfer.experts.scheduling.experts import ExpertGraph, InputKind, Rule
+from jaxinfer.experts.scheduling.experts import ExpertGraph
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 
 MACHINE = dataclasses.replace(EFFICIENT, name="NUMA, efficient loader, 3 GB/s", disk=UMA.disk)
@@ -34,20 +34,17 @@ COMPARED: dict[str, Policy] = {
     "lru": dataclasses.replace(BEST, evict="lru"),
     "paper": POLICIES["paper"],
 }
-_TYPES = [f"type{place:02}" for place in range(TYPES)]
+NAMES = [f"type{place:02}" for place in range(TYPES)]
 _WEIGHTS = [1 / (place + 1) ** ZIPF for place in range(TYPES)]
-_FOLLOWS = {name: f"detector{place % DETECTORS}" for place, name in enumerate(_TYPES[5::10])}
+FOLLOWS = {name: f"detector{place % DETECTORS}" for place, name in enumerate(NAMES[5::10])}
+"""The detectors of the types that have one."""
 
 
-def make_graph() -> ExpertGraph:
+def make_experts() -> ExpertGraph:
     """Make the experts, with the shares of the first inputs."""
     detectors = [expert(f"detector{place}", "yolov5m") for place in range(DETECTORS)]
-    kinds = zip(_TYPES, _WEIGHTS, strict=True)
-    return ExpertGraph(
-        [*(expert(name, "resnet101") for name in _TYPES), *detectors],
-        [InputKind(name=name, expert=name, share=weight / sum(_WEIGHTS)) for name, weight in kinds],
-        [Rule(expert=name, verdict="ok", next=detector, probability=1.0) for name, detector in _FOLLOWS.items()],
-    )
+    experts = [*(expert(name, "resnet101") for name in NAMES), *detectors]
+    return make_graph(experts, dict(zip(NAMES, _WEIGHTS, strict=True)), FOLLOWS)
 
 
 def make_trace(seed: int, *, drifts: bool, inputs: int = INPUTS) -> list[TraceRequest]:
@@ -56,20 +53,20 @@ def make_trace(seed: int, *, drifts: bool, inputs: int = INPUTS) -> list[TraceRe
     Args:
       drifts: whether the `HEAD` most popular types change places with as many random others after each `PHASE` inputs.
     """
-    rng, ranking, now, trace = random.Random(seed), list(_TYPES), 0.0, list[TraceRequest]()
+    rng, ranking, now, trace = random.Random(seed), list(NAMES), 0.0, list[TraceRequest]()
     for place in range(inputs):
         if drifts and place and place % PHASE == 0:
             for head, other in enumerate(rng.sample(range(HEAD, TYPES), HEAD)):
                 ranking[head], ranking[other] = ranking[other], ranking[head]
         now += rng.expovariate(RATE)
         (name,) = rng.choices(ranking, _WEIGHTS)
-        trace.append(TraceRequest(arrival=now, experts=(name, _FOLLOWS[name]) if name in _FOLLOWS else (name,)))
+        trace.append(TraceRequest(arrival=now, experts=(name, FOLLOWS[name]) if name in FOLLOWS else (name,)))
     return trace
 
 
 def run(policy: Policy, trace: list[TraceRequest]) -> tuple[int, float]:
     """Return the number of loads from disk, and the seconds within which 99% of the inputs have a result."""
-    scheduler, hardware = system(MACHINE, Layout(gpus=1, cpus=0, experts=ROOM), policy, make_graph())
+    scheduler, hardware = system(MACHINE, Layout(gpus=1, cpus=0, experts=ROOM), policy, make_experts())
     outcome = Simulator(scheduler, hardware).run(trace)
     assert outcome.finished == len(trace)
     return outcome.statistics.loads["disk"], float(np.percentile(outcome.latencies, 99))

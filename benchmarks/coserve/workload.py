@@ -7,6 +7,7 @@ about a hundred of them, so that many are active here, by a law under which the 
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 from benchmarks.coserve.machines import ARCHITECTURES
 from jaxinfer.evaluation.experts.workloads import TraceRequest
@@ -63,14 +64,7 @@ def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGra
     detectors = [expert(f"detector{place}", architecture) for place, architecture in enumerate(DETECTORS)]
     weights = [1 / (place + OFFSET) for place in range(task.active)]
     follows = {name: rng.choice(detectors).name for name in rng.sample(types, round(WITH_DETECTOR * task.active))}
-    graph = ExpertGraph(
-        experts + detectors,
-        [
-            InputKind(name=name, expert=name, share=weight / sum(weights))
-            for name, weight in zip(types, weights, strict=True)
-        ],
-        [Rule(expert=name, verdict="ok", next=follows[name], probability=WELL) for name in follows],
-    )
+    graph = make_graph(experts + detectors, dict(zip(types, weights, strict=True)), follows, well=WELL)
     rng = random.Random(f"{task.name}{seed}")
     trace, recent = list[TraceRequest](), deque[str](maxlen=RECENT)
     for place in range(task.images):
@@ -80,6 +74,25 @@ def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGra
         goes_on = name in follows and rng.random() < WELL
         trace.append(TraceRequest(arrival=place * INTERVAL, experts=(name, follows[name]) if goes_on else (name,)))
     return graph, trace
+
+
+def make_graph(
+    experts: Iterable[ExpertInfo], weights: Mapping[str, float], follows: Mapping[str, str], *, well: float = 1.0
+) -> ExpertGraph:
+    """Make the graph of a board.
+
+    Args:
+      experts: the experts of the types, and the detectors.
+      weights: the weight of each type among the inputs.
+      follows: the detectors of the types that have one.
+      well: share of a type's inputs that go on to its detector.
+    """
+    total = sum(weights.values())
+    return ExpertGraph(
+        experts,
+        [InputKind(name=name, expert=name, share=weight / total) for name, weight in weights.items()],
+        [Rule(expert=name, verdict="ok", next=next_, probability=well) for name, next_ in follows.items()],
+    )
 
 
 def expert(name: str, architecture: str) -> ExpertInfo:

@@ -4,14 +4,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from benchmarks.checks import Check
+from benchmarks.checks import Check, Checked
 
 Row = dict[str, Any]
 
 
-class Rows:
+class Rows(Checked):
     """Appends measurements to a file. Each is on the disk before the next begins.
 
     Args:
@@ -28,18 +28,8 @@ class Rows:
             file.flush()
             os.fsync(file.fileno())
 
-    def check(
-        self,
-        name: str,
-        value: float,
-        unit: str,
-        *,
-        target: float,
-        better: Literal["higher", "lower"] = "higher",
-        invalid: str = "",
-    ) -> None:
-        """Append a figure with a target, as in `Check`."""
-        check = Check(name=name, value=round(value, 4), unit=unit, target=target, better=better, invalid=invalid)
+    def add_check(self, check: Check) -> None:
+        """Append a check."""
         self.row(part="checks", **dataclasses.asdict(check))
 
     def read(self) -> list[Row]:

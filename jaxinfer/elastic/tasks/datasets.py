@@ -15,7 +15,7 @@ from jaxinfer.fields import Seed, check, check_fields
 from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.vision.image_files import IMAGE_SUFFIXES
 
-Part = Annotated[float, Meta(ge=0, lt=1, description="a number in [0, 1)")]
+_Fraction = Annotated[float, Meta(ge=0, lt=1, description="a number in [0, 1)")]
 """A share of a data set that is set aside."""
 VALIDATION = 0.2
 """Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
@@ -76,7 +76,7 @@ class Dataset:
 
         That is at least one image of each class that has two.
         """
-        share, seed = check("share", share, Part), check("seed", seed, Seed)
+        share, seed = check("share", share, _Fraction), check("seed", seed, Seed)
         rng, chosen = np.random.default_rng(seed), np.zeros(len(self), bool)
         for label in np.unique(self.labels):
             of_class = rng.permutation(np.flatnonzero(self.labels == label))
@@ -109,7 +109,7 @@ class Division:
     Raises InvalidImageError for a share that is not in [0, 1).
     """
 
-    test_share: Part = 0.0
+    test_share: _Fraction = 0.0
     test_seed: Seed = 0
 
     def __post_init__(self) -> None:
