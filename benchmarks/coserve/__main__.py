@@ -1,11 +1,12 @@
 """CoServe (arXiv:2503.02354): the paper's evaluation, simulated and with real experts.
 
-    python -m benchmarks.coserve [--quick] [--part simulated|drift|bursts|real] [--json FILE]
+    python -m benchmarks.coserve [--quick] [--part simulated|drift|bursts|latency|real] [--json FILE]
 
 The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock. The part
 `drift` does so with inputs whose popularity changes, and `bursts` with bursts under eight conditions; each takes about
 a minute. The real part runs systems of 38 models of ResNet-101's size on this machine, each in its own process, for
-about an hour on two cores; finished runs are kept in the folder, so that it can be interrupted.
+about an hour on two cores; `latency` does so below saturation, for 20 minutes. Finished runs are
+kept in the folder, so that they can be interrupted.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.coserve import bursts, drift
-from benchmarks.coserve.real import LOAD_BOUND, measure, measure_modes
+from benchmarks.coserve.real import LOAD_BOUND, measure, measure_latency, measure_modes
 from benchmarks.coserve.simulated import Simulation
 from benchmarks.coserve.tables import print_tables
 from benchmarks.report import Report
@@ -32,6 +33,10 @@ def bursting(report: Report, args: argparse.Namespace) -> None:
     bursts.measure(report, quick=args.quick)
 
 
+def latency(report: Report, args: argparse.Namespace) -> None:
+    measure_latency(report, args.folder, quick=args.quick, rounds=1 if args.quick else args.rounds)
+
+
 def real(report: Report, args: argparse.Namespace) -> None:
     rounds = 1 if args.quick else args.rounds
     if args.modes:
@@ -44,6 +49,7 @@ PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {
     "simulated": simulated,
     "drift": drifting,
     "bursts": bursting,
+    "latency": latency,
     "real": real,
 }
 """The functions that add each part to the report."""

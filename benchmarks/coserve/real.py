@@ -42,8 +42,9 @@ class Setting:
       name: name in tables and runs.
       pixels: height and width of the images, which determine the duration of an execution.
       ratio: ratio of loading to execution; None: loads are as fast as the disk.
-      requests: number of inputs, in a burst.
+      requests: number of inputs.
       modes: the modes of the systems.
+      rate: inputs per second, a Poisson process; None: a burst.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Setting:
     ratio: float | None
     requests: int
     modes: tuple[str, ...]
+    rate: float | None = None
 
 
 LOAD_BOUND = Setting(name="load-bound", pixels=32, ratio=10, requests=600, modes=(*BASELINES, *GROUPING, "paper", OURS))
@@ -61,6 +63,10 @@ AS_IT_IS = Setting(
     requests=300,
     modes=("samba", "parallel", *GROUPING, "paper", OURS),
 )
+
+SATURATING = dataclasses.replace(AS_IT_IS, modes=(OURS,))
+BELOW_SATURATION = 0.6
+"""Share of our highest throughput at which inputs come: 8 inputs/s on a machine that has 13.2."""
 
 
 def other_ratio(ratio: float) -> Setting:
@@ -116,7 +122,7 @@ class Runs:
             "host": HOST,
             "requests": setting.requests,
             "bandwidth": EXPERT_BYTES / (setting.ratio * self.execution) if setting.ratio else None,
-            "rate": None,
+            "rate": setting.rate,
             "way": "live",
         }
         given = sizes | options
@@ -158,6 +164,34 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
         report, [runs.get("virtual", LOAD_BOUND, mode, way="virtual", requests=200) for mode in ("paper", OURS)]
     )
     _rates(report, runs)
+
+
+def measure_latency(report: Report, folder: Path, *, quick: bool, rounds: int) -> None:
+    """Add the latencies of inputs that come below saturation, and their check; arguments as of `measure`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_experts(folder, AS_IT_IS.pixels)
+    runs = Runs(folder, quick=quick)
+    highest = _throughput(runs.rounds(SATURATING, 1)[OURS])
+    rate = round(BELOW_SATURATION * highest, 1)
+    setting = dataclasses.replace(
+        AS_IT_IS, name=f"disk as it is, {rate:g} inputs/s", modes=(*GROUPING, OURS), rate=rate
+    )
+    results = runs.rounds(setting, rounds)
+    for mode, of_mode in results.items():
+        report.row(
+            figure="latency",
+            pixels=setting.pixels,
+            requests=setting.requests,
+            rate=rate,
+            mode=mode,
+            p50=[round(run["p50"], 3) for run in of_mode],
+            p99=[round(run["p99"], 3) for run in of_mode],
+            predicted_p99=[round(run["predicted"]["p99"], 3) for run in of_mode],
+            loads_disk=_loads(of_mode, "disk"),
+        )
+    p99 = {mode: statistics.median(run["p99"] for run in of_mode) for mode, of_mode in results.items()}
+    gain = min(p99[mode] for mode in GROUPING) / p99[OURS]
+    report.check("p99_vs_grouping_224", gain, f"x, 224 pixels, {rate:g} of at most {highest:.1f} inputs/s", target=2.0)
 
 
 def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: bool, rounds: int) -> None:

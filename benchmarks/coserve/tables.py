@@ -3,6 +3,7 @@
 `python -m benchmarks.coserve.tables FILE...` prints them.
 """
 
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -106,6 +107,19 @@ def tables(rows: Rows) -> dict[str, str]:
                 for row in figure_rows(rows, "real")
             ],
         ),
+        "Seconds until 50% / 99% of the inputs are judged, below saturation": table(
+            ["pixels", "inputs/s", "system", "50%", "99%", "99%, simulated", "loads from disk"],
+            [
+                [
+                    str(row["pixels"]),
+                    f"{row['rate']:g}",
+                    NAMES[row["mode"]],
+                    *(of_rounds(row[name]) for name in ("p50", "p99", "predicted_p99")),
+                    f"{row['loads_disk']:.0f}",
+                ]
+                for row in figure_rows(rows, "latency")
+            ],
+        ),
         "Seconds until 50% / 99% of the inputs are judged, by inputs a second (simulated)": lines(
             [{**row, "system": row["mode"]} for row in figure_rows(rows, "rates")],
             ("rate",),
@@ -136,6 +150,12 @@ def spread(row: Mapping[str, Any]) -> str:
     """Format the median of the rounds, with the minimum and maximum."""
     rates = [f"{row['requests'] / seconds:.3g}" for seconds in sorted(row["seconds"], reverse=True)]
     return f"{row['throughput']:.3g}" + (f" ({rates[0]} to {rates[-1]})" if len(rates) > 1 else "")
+
+
+def of_rounds(values: Sequence[float]) -> str:
+    """Format the median of the rounds' values, with the minimum and maximum."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.2f}" + (f" ({low:.2f} to {high:.2f})" if len(values) > 1 else "")
 
 
 def both(row: Mapping[str, Any]) -> str:

@@ -25,6 +25,10 @@ START_SECONDS = 120.0
 _ROOT = Path(__file__).parents[2]
 
 
+class TooSlowError(ValueError):
+    """A call takes longer than it may."""
+
+
 class Sandbox:
     """Calls a function in a process of its own, which starts with the first call and ends if one takes too long.
 
@@ -46,7 +50,8 @@ class Sandbox:
     def call(self, **arguments: Any) -> Any:
         """Call the function. Arguments and result are JSON.
 
-        Raises ValueError as the function does, and if it takes too long or too much memory; RuntimeError after `close`.
+        Raises ValueError as the function does, and if it takes too much memory; TooSlowError; RuntimeError after
+        `close`.
         """
         if self._owner != os.getpid():
             self._begin_after_fork()
@@ -61,7 +66,7 @@ class Sandbox:
                 self._stop()
                 self._check_open()
                 if isinstance(error, TimeoutError):
-                    raise ValueError(f"{self._what} takes more than {self._seconds:g} s.") from None
+                    raise TooSlowError(f"{self._what} takes more than {self._seconds:g} s.") from None
                 raise ValueError(f"{self._what} cannot be used: {error}.") from error
             finally:
                 if not self._answered:  # the next call would take the answer for its own

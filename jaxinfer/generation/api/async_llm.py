@@ -161,8 +161,7 @@ class AsyncLLM(EngineHolder):
         render = self._preparation.renderer(kind)
 
         def encode() -> list[int]:
-            with self._end_errors():
-                return encode_chat(self.tokenizer, messages, renderer=render, **options)
+            return encode_chat(self.tokenizer, messages, renderer=render, **options)
 
         async def sequences() -> list[TokenSequence]:
             return await self._sequences(await self._prepare(kind, encode), params, request_id)
@@ -206,15 +205,16 @@ class AsyncLLM(EngineHolder):
         """Call a part of a request's preparation in a thread of its kind."""
         self._loop.check_process()
         with self._end_errors():
-            future = self._preparation.submit(kind, function)
-        return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(self._preparation.submit(kind, function))
 
     async def _sequences(
         self, prompt: Prompt | Request, params: SamplingParams | None, request_id: str | None
     ) -> list[TokenSequence]:
         """Prepare a request; return its sequences."""
-        asks_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
-        kind = Kind.GRAMMAR if asks_grammar else Kind.PROMPT
+        kind = Kind.PROMPT
+        if isinstance(params, SamplingParams) and (grammar := params.structured_outputs) is not None:
+            quick = await self._prepare(Kind.GRAMMAR, lambda: self._preparation.is_quick(grammar))
+            kind = Kind.GRAMMAR if quick else Kind.SLOW_GRAMMAR
         return await self._prepare(kind, lambda: self.prepare(prompt, params, request_id).sequences())
 
     def _stream(self, sequences: Callable[[], Awaitable[list[TokenSequence]]]) -> "OutputStream":

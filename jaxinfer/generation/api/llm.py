@@ -141,6 +141,8 @@ class LLM(EngineHolder):
 
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
+
+        The output so far is copied each time. In long texts, `OutputStream.deltas` of an `AsyncLLM` is faster.
         """
         max_passes = check("max_passes", max_passes, AtLeast1)
         groups = {r.request_id: r.sequences() for r in self._prepare(prompts, sampling_params)}

@@ -444,6 +444,7 @@ def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
     served, done = start(trust_request_chat_template=True), []
     patterns = [{"type": "string", "pattern": f".*{i}.*"} for i in range(30)]
     endless = dataclasses.replace(SHORT, structured_outputs=StructuredOutputsParams(json={"allOf": patterns}))
+    quick = dataclasses.replace(SHORT, structured_outputs=StructuredOutputsParams(regex="a+"))
 
     async def hostile(stream):
         try:
@@ -458,13 +459,14 @@ def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
         while not all(sandbox._process for sandbox in sandboxes):
             await asyncio.sleep(0.01)
         await served.generate("a", SHORT).final()
+        await served.generate("a", quick).final()
         await served.chat(HELLO, SHORT).final()
         await served.embed(["a"])
         assert not done
         await asyncio.to_thread(served.close)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    sandboxes = served._preparation._templates[Kind.GIVEN_TEMPLATE], served._preparation._grammars
+    sandboxes = served._preparation._templates[Kind.GIVEN_TEMPLATE], served._preparation._slow_grammars
     for sandbox in sandboxes:
         monkeypatch.setattr(sandbox, "_seconds", PATIENCE)
     errors = asyncio.run(main())
