@@ -38,12 +38,12 @@ from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.files.description import Description, SentenceConfig
 from jaxinfer.serving import ClosedError
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.ticket import Reader
+from jaxinfer.text import Tokenizer
 
 STREAMS, PROMPT, STEPS = 256, 32_000, 64
 FEW, MANY = 2_000, 20_000

@@ -29,7 +29,7 @@ from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import batches_of
 from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
 from jaxinfer.evaluation.elastic.workloads import table_ii
-from jaxinfer.generation.engine.buckets import round_up
+from jaxinfer.sizes import round_up
 
 CELLS = (Cell("wandering", 0.8), Cell("wandering", 1.1))
 COMPARED = ("elastic", "paper", "paper_profiled", "pets", "slack", "slackfit")

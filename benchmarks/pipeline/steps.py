@@ -119,7 +119,7 @@ def _take(executor: DecoderExecutor, batch: Batch, commands: list[Command]) -> t
     results = executor.run(commands)
     jax.block_until_ready([result.output for result in results])
     seconds = time.perf_counter() - start
-    return seconds, executor.collect(InFlightStep(batch, results, start))
+    return seconds, executor.collect(InFlightStep(batch, ([batch], results), start))
 
 
 def _ticks(executor: DecoderExecutor) -> np.ndarray | None:

@@ -87,8 +87,8 @@ def chat(
     with long_work(f"loading {model}"):
         from jaxinfer.cli.conversation import Conversation
         from jaxinfer.generation import SamplingParams
-        from jaxinfer.generation.chat_template import ChatTemplates
         from jaxinfer.hub import resolve
+        from jaxinfer.text.chat_template import ChatTemplates
 
         options = sampling_options(ctx)
     arguments = None if chat_template_kwargs is None else _template_arguments(chat_template_kwargs)
@@ -128,7 +128,7 @@ def chat(
 
 def _template_arguments(text: str) -> dict[str, Any]:
     """Read `--chat-template-kwargs`."""
-    from jaxinfer.generation.chat_template import check_arguments
+    from jaxinfer.text.chat_template import check_arguments
 
     try:
         return check_arguments(json.loads(text))

@@ -15,8 +15,8 @@ from jaxinfer.progress import paused
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.api.build import ModelOptions
-    from jaxinfer.generation.text import Prompt
     from jaxinfer.sharding import MeshFile
+    from jaxinfer.text import Prompt
 
 MODEL_HELP = "Model directory, Hugging Face directory, GGUF file, or hub name such as ORG/NAME."
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]

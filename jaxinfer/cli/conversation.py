@@ -9,8 +9,8 @@ from jaxinfer.cli.common import compile_for, length_note, note, read_text
 from jaxinfer.cli.thinking import BEGIN, AnswerPrinter
 from jaxinfer.disk_cache import write_atomically
 from jaxinfer.generation import LLM, FinishReason, Request, SamplingParams
-from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages
-from jaxinfer.generation.text import encode_chat
+from jaxinfer.text import encode_chat
+from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages
 
 TAG_TOKENS = 16
 """The most tokens of `<think>` and the blanks after it: one a character."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from jaxinfer.generation.text import Prompt
+    from jaxinfer.text import Prompt
 
 MOST_COLUMNS = 9
 """Most texts whose similarities are shown as a matrix, which then fits 80 columns."""

@@ -45,7 +45,7 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     from jaxinfer import StructuredOutputsParams
     from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
-    from jaxinfer.generation.text import Prompt
+    from jaxinfer.text import Prompt
 
 
 def generate(

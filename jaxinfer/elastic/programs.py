@@ -19,7 +19,6 @@ from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
-from jaxinfer.generation.engine.buckets import powers
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
@@ -28,6 +27,7 @@ from jaxinfer.progress import long_work, showing
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
+from jaxinfer.sizes import powers
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from jaxinfer.elastic.tasks.images import check_images
 from jaxinfer.elastic.tasks.repository import Task, TaskRepository
 from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
 from jaxinfer.fields import AtLeast1, Size, check
-from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.hub import resolve
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
@@ -43,6 +42,7 @@ from jaxinfer.serving.budget import Budget, Reservation, default_max_waiting, si
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.lifecycle import Closeable, check_timeout
+from jaxinfer.sizes import round_up
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)

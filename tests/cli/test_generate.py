@@ -14,8 +14,8 @@ from jaxinfer.cli.generate import _summary, generate
 from jaxinfer.generation import CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import OpenedModel, save_model
+from jaxinfer.text import Tokenizer
 from tests.tiny import CONFIG, name_sampling, random_model
 
 

@@ -23,11 +23,10 @@ def few_programs():
     Tests of engines with all sizes show that the sizes change nothing.
     """
 
-    def largest(config, platform):
-        buckets = buckets_of(config, platform).largest
+    def largest(config, platform, **options):
+        buckets = buckets_of(config, platform, **options).largest
         return OneSize(**{field.name: getattr(buckets, field.name) for field in dataclasses.fields(buckets)})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.build.buckets_of", largest)
-        patch.setattr("jaxinfer.generation.api.build.streamed_buckets", lambda buckets: buckets)
+        patch.setattr("jaxinfer.generation.execution.plan.buckets_of", largest)
         yield

@@ -11,7 +11,7 @@ from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearchParams
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.input import InputProcessor
-from jaxinfer.generation.text import Tokenizer, as_list, encode_prompt
+from jaxinfer.text import Tokenizer, as_list, encode_prompt
 from tests.generation.wrong import JSON
 
 DEMO, DEMO_VOCAB = Path(__file__).parents[2] / "examples/demo_model", 4096

@@ -19,13 +19,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.generation.text import Tokenizer, encode_prompt
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.files import conversion
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.models.files.verification import compare_tensors
+from jaxinfer.text import Tokenizer, encode_prompt
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

@@ -16,13 +16,13 @@ import tokenizers
 from jaxinfer import LLM, SamplingParams, checkpoints
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.gguf_file import TYPES, GgufFile
-from jaxinfer.generation.chat_template import ChatTemplates
 from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.gguf_config import config_fields
 from jaxinfer.models.files.gguf_tokenizer import token_ids, tokenizer_files
 from jaxinfer.models.files.preview import Preview, preview
 from jaxinfer.models.files.verification import compare_tensors
+from jaxinfer.text.chat_template import ChatTemplates
 from tests.models import goldens
 
 GOLDENS = goldens.DIRECTORY / "gguf"

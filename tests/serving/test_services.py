@@ -26,7 +26,7 @@ from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.serving import ClosedError, OverloadedError, ServingError
 from tests.elastic.vits import stripes
@@ -245,7 +245,9 @@ def run(start, faults):
 
 @pytest.mark.slow
 def test_language_models(model_dir, faults, monkeypatch):
-    engine = build_engine(load_model(model_dir), None, SMALL_CONFIG, EnginePlan(num_pages=SMALL_PAGES))
+    model = load_model(model_dir)
+    plan = Plan.of_model(model, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(model, None, SMALL_CONFIG, plan)
     engine.compile_ahead()
     with monkeypatch.context() as patched:
         patched.setattr(engine, "close", lambda: None)  # each example has an engine of its own to a caller

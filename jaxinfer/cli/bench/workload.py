@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.cli.common import read_prompts
-from jaxinfer.generation.text import Tokenizer, encode_prompt
 from jaxinfer.hub import resolve
+from jaxinfer.text import Tokenizer, encode_prompt
 
 
 @dataclasses.dataclass(frozen=True)

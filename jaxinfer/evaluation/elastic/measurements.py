@@ -13,8 +13,8 @@ from jaxinfer.elastic.service import Service
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.evaluation.elastic.simulator import Served, simulate
 from jaxinfer.evaluation.elastic.workloads import QueryKind, make_queries, table_ii
-from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.progress import ProgressOption, long_work, showing
+from jaxinfer.sizes import round_up
 
 SAMPLES = 40
 """Number of batches timed at each level and size."""

@@ -11,7 +11,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.disk_cache import keys
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
-from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.devices import device_name
 from jaxinfer.models.files.description import kind_of
@@ -19,6 +18,7 @@ from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
+from jaxinfer.sizes import powers, round_up
 
 PROGRAM = "judge"
 """The program's name in caches and in the record of costs."""

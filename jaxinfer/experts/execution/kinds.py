@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
-from jaxinfer.generation.text import Tokenizer, encode_to_embed
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.description import SentenceConfig
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.vision.image_files import fitted, letterboxed
+from jaxinfer.text import Tokenizer, encode_to_embed
 
 NOTHING = "none"
 """The verdict of a detector that has found nothing."""

@@ -19,8 +19,8 @@ from jaxinfer.experts.execution.architectures import (
 from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
 from jaxinfer.experts.scheduling.request import Eviction, Load
-from jaxinfer.generation.engine.buckets import powers
 from jaxinfer.progress import LongWork, long_work
+from jaxinfer.sizes import powers
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.api.preparation import Kind, Preparation
-from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
@@ -25,11 +24,12 @@ from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
-from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.lifecycle import check_timeout
 from jaxinfer.serving.ticket import Reader
+from jaxinfer.text import Prompt, as_list, copied, encode_chat
+from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
 
 
 @refuses(MODEL)

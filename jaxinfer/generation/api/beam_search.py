@@ -26,7 +26,7 @@ from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.foreign_options import BEAM_SEARCH, refuses
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
-from jaxinfer.generation.text import Prompt
+from jaxinfer.text import Prompt, TextStream
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0
@@ -249,7 +249,7 @@ class _Task:
     def _text(self, ids: Iterable[int]) -> str:
         if (tokenizer := self._engine.inputs.tokenizer) is None:
             return ""
-        stream = tokenizer.stream(self._prompt_ids)
+        stream = TextStream(tokenizer, self._prompt_ids)
         return "".join(stream.push(token) for token in ids) + stream.flush()
 
 

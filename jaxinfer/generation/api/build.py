@@ -14,7 +14,7 @@ from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.fields import check, shown
-from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
+from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
@@ -29,12 +29,12 @@ from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoder
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.encoder import EncoderExecutor
-from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, step_seconds, streamed_buckets
+from jaxinfer.generation.execution.plan import Plan, Way
+from jaxinfer.generation.execution.platforms import step_seconds
 from jaxinfer.generation.execution.programs import chain_programs, decoder_programs, embed
 from jaxinfer.generation.execution.programs.chain import encoder_specs
 from jaxinfer.generation.execution.ring import RingDecoderPasses
@@ -43,7 +43,6 @@ from jaxinfer.generation.foreign_options import unknown_options
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
@@ -51,6 +50,7 @@ from jaxinfer.serving.budget import Reservation, sizes_of
 from jaxinfer.sharding import MeshFile, ShardingRules
 from jaxinfer.streaming.config import USED_WITH, WEIGHTS, MemoryConfig, MemoryOptions, Placement
 from jaxinfer.streaming.model import StreamedModel, stream_model
+from jaxinfer.text import Tokenizer
 
 _Processors = Annotated[dict[str, Any], Meta(description="a dict of functions by name")]
 
@@ -59,8 +59,9 @@ def build_engine(
     model: LoadedModel,
     tokenizer: Tokenizer | None,
     config: SharedConfig,
-    plan: EnginePlan,
+    plan: Plan,
     *,
+    costs: Costs | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     clock: Clock = time.perf_counter,
 ) -> Engine:
@@ -70,17 +71,20 @@ def build_engine(
       model: a decoder to generate and embed, or an encoder to embed.
       tokenizer: its tokenizer, or None for token ids only.
       config: the engine's sizes.
-      plan: what was decided before: pages, the place of layers, the record of costs.
+      plan: what was decided before: pages, the place of layers, sizes.
+      costs: what passes and fetches took so far, by which the scheduler chooses passes and speculation; None: nothing
+        is known.
       logits_processors: functions by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
 
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
-    processors, adapters = check_processors(logits_processors), None
+    processors, adapters, costs = check_processors(logits_processors), None, costs or Costs()
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
-        shapes = EncoderBuckets.from_config(config, model.lanes)
-        scheduler, executor = EncoderScheduler(config, shapes), _encoder_executor(model, config, shapes, plan, clock)
+        assert isinstance(plan.buckets, EncoderBuckets)
+        scheduler = EncoderScheduler(config, plan.buckets)
+        executor = _encoder_executor(model, config, plan.buckets, plan, costs, clock)
     else:
         assert isinstance(config, EngineConfig)
         if config.max_adapters:
@@ -88,20 +92,23 @@ def build_engine(
             original = model.description.config
             assert isinstance(original, DecoderConfig)
             adapters = AdapterCache(*sizes, model.description.family, original)
-        buckets, streamed = buckets_of(config, model.platform), plan.placement is not None
-        buckets = streamed_buckets(buckets) if streamed else buckets
-        stages = model.rules.num_stages(model.mesh)
-        buckets = buckets.for_stages(stages) if stages > 1 else buckets
-        costs = PassCosts(plan.costs, config.num_speculative_tokens, streamed=streamed, stages=stages)
+        pass_costs = PassCosts(costs, config.num_speculative_tokens, name=plan.way.value, stages=plan.stages)
         arrivals, seconds = itertools.count(), step_seconds(model.platform)
         pools = [PagePool(plan.num_pages, config.page_size) for _ in range(model.lanes)]
         schedulers = [
-            DecoderScheduler(config, buckets, pool, adapters, costs=costs, step_seconds=seconds, arrivals=arrivals)
+            DecoderScheduler(
+                config,
+                plan.decoder_buckets,
+                pool,
+                adapters,
+                costs=pass_costs,
+                step_seconds=seconds,
+                arrivals=arrivals,
+            )
             for pool in pools
         ]
         scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
-        buckets = sliced_buckets(buckets, plan.max_chunks)
-        executor = _decoder_executor(model, config, buckets, plan, costs, processors, clock)
+        executor = _decoder_executor(model, config, plan, pass_costs, processors, clock)
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
         vocab=transformer.vocab,
@@ -121,8 +128,7 @@ def build_engine(
 def _decoder_executor(
     model: LoadedModel,
     config: EngineConfig,
-    buckets: Buckets,
-    plan: EnginePlan,
+    plan: Plan,
     costs: PassCosts,
     processors: Mapping[str, LogitsProcessor],
     clock: Clock,
@@ -131,18 +137,18 @@ def _decoder_executor(
     layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
     if plan.placement is None:
         programs = DevicePrograms(model, config, decoder_programs(layout.of_programs))
-        if layout.stages is None:
+        if plan.way is Way.WHOLE:
             passes = WholeDecoderPasses(programs)
         else:
             passes = RingDecoderPasses(programs, layout.num_stages, layout.lanes)
     else:
         assert isinstance(model, StreamedModel)
-        layers = LayerStream(model, plan.placement, plan.costs)
+        layers = LayerStream(model, plan.placement, costs.all)
         programs = DevicePrograms(model, config, chain_programs(layout.of_programs, layers.ranges))
-        passes = ChainDecoderPasses(layers, programs, buckets)
+        passes = ChainDecoderPasses(layers, programs, plan.pass_buckets)
     return DecoderExecutor(
         state=DecoderState(layout, programs),
-        packer=Packer(layout, buckets, processors),
+        packer=Packer(layout, plan.pass_buckets, processors),
         passes=passes,
         programs=programs,
         clock=clock,
@@ -151,7 +157,12 @@ def _decoder_executor(
 
 
 def _encoder_executor(
-    model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, plan: EnginePlan, clock: Clock
+    model: LoadedModel,
+    config: EncoderEngineConfig,
+    buckets: EncoderBuckets,
+    plan: Plan,
+    costs: Costs,
+    clock: Clock,
 ) -> EncoderExecutor:
     """Make the executor of an encoder, whose layers are on the devices or are streamed to them."""
     if plan.placement is None:
@@ -159,12 +170,10 @@ def _encoder_executor(
         passes = WholeEncoderPasses(model, programs)
     else:
         assert isinstance(model, StreamedModel)
-        layers = LayerStream(model, plan.placement, plan.costs)
+        layers = LayerStream(model, plan.placement, costs)
         programs = DevicePrograms(model, config, encoder_specs(model, layers.ranges))
         passes = ChainEncoderPasses(model, layers, programs)
-    return EncoderExecutor(
-        config=config, buckets=buckets, passes=passes, programs=programs, clock=clock, costs=plan.costs
-    )
+    return EncoderExecutor(config=config, buckets=buckets, passes=passes, programs=programs, clock=clock, costs=costs)
 
 
 def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:

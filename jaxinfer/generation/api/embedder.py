@@ -12,13 +12,13 @@ from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine, load_image_embedder
 from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.foreign_options import MODEL, refuses
-from jaxinfer.generation.text import Prompt
 from jaxinfer.hub import resolve
 from jaxinfer.models.devices import AnyMesh
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.vision.image_files import AnyImage, is_pillow
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sharding import ShardingRules
+from jaxinfer.text import Prompt
 
 
 @refuses(MODEL)

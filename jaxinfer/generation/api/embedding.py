@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import PoolingParams
-from jaxinfer.generation.text import Prompt, as_list
+from jaxinfer.text import Prompt, as_list
 
 
 class EmbedOptions(TypedDict, total=False):

@@ -9,7 +9,6 @@ from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.execution.memory import MemoryPlan
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import closed_error
@@ -17,6 +16,7 @@ from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.lifecycle import Closeable, check_timeout
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
+from jaxinfer.text import Tokenizer
 
 
 class EngineHolder(Closeable):

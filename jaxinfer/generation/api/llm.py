@@ -12,7 +12,6 @@ from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder
-from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.memory import MemoryPlan
@@ -20,10 +19,11 @@ from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Prompt, as_list, encode_chat
 from jaxinfer.models.devices import AnyMesh
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sharding import ShardingRules
+from jaxinfer.text import Prompt, as_list, encode_chat
+from jaxinfer.text.chat_template import ChatOptions, Messages
 
 Params = SamplingParams | Sequence[SamplingParams]
 

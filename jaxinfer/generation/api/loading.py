@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
+from jaxinfer.compiled import Costs
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
 from jaxinfer.fields import Bytes, Size, check
@@ -20,7 +21,6 @@ from jaxinfer.generation.api.build import (
 )
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.execution.engine_plan import EnginePlan
 from jaxinfer.generation.execution.images import ImageEngine
 from jaxinfer.generation.execution.memory import (
     MemoryPlan,
@@ -32,9 +32,9 @@ from jaxinfer.generation.execution.memory import (
     read_adapter_bytes,
     weight_tenants,
 )
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.hub import resolve
 from jaxinfer.models import DecoderConfig, ViTConfig
 from jaxinfer.models.config import Pooling
@@ -45,6 +45,7 @@ from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
 from jaxinfer.sharding import MeshFile, ShardingRules
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
+from jaxinfer.text import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class LoadedEngine:
       model: weights and config.
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
-      plan: what was decided before the engine was built.
+      plan: what was decided before the engine was built; None for a model of images.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -64,13 +65,13 @@ class LoadedEngine:
     model: LoadedModel
     tokenizer: Tokenizer | None
     reservation: Reservation
-    plan: EnginePlan
+    plan: Plan | None = None
     memory: MemoryPlan | None = None
 
     @property
     def placement(self) -> Placement | None:
         """Where each layer is, and why; None if all are on the devices."""
-        return self.plan.placement
+        return None if self.plan is None else self.plan.placement
 
     @property
     def streaming(self) -> StreamingStatistics | None:
@@ -145,9 +146,9 @@ def load_decoder(
     memory = plan_memory(
         model, config, placement=placement, cache_bytes=cache_bytes, device_memory=memory_config.device_memory
     )
-    plan = EnginePlan(num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement, costs=costs)
-    _reserve(reservation, model, config, memory.tenants, plan)
-    engine = build_engine(model, tokenizer, config, plan, logits_processors=logits_processors)
+    plan = Plan.of_model(model, config, num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement)
+    _reserve(reservation, model, config, memory.tenants, placement, costs)
+    engine = build_engine(model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors)
     for name, folder in (adapters or {}).items():
         assert engine.adapters is not None
         engine.adapters.register(name, folder)
@@ -189,10 +190,10 @@ def load_encoder(
     model, config, placement = place_model(
         opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
     )
-    tokenizer, plan = Tokenizer.from_folder(model.folder), EnginePlan(placement=placement, costs=costs)
+    tokenizer, plan = Tokenizer.from_folder(model.folder), Plan.of_model(model, config, placement=placement)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
-    _reserve(reservation, model, config, tenants, plan)
-    engine = build_engine(model, tokenizer, config, plan)
+    _reserve(reservation, model, config, tenants, placement, costs)
+    engine = build_engine(model, tokenizer, config, plan, costs=costs)
     return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, plan=plan)
 
 
@@ -236,7 +237,7 @@ def load_image_embedder(
     reservation.resize(sizes_of(devices_of(None), tenants), remedy=remedy)
     model = opened.load()
     engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels)
-    return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation, plan=EnginePlan())
+    return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation)
 
 
 def _names(load: Callable[..., LoadedEngine]) -> set[str]:
@@ -246,16 +247,21 @@ def _names(load: Callable[..., LoadedEngine]) -> set[str]:
 
 
 def _reserve(
-    reservation: Reservation, model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], plan: EnginePlan
+    reservation: Reservation,
+    model: LoadedModel,
+    config: SharedConfig,
+    tenants: Mapping[str, int],
+    placement: Placement | None,
+    costs: Costs,
 ) -> None:
     """Reserve all memory that a model takes. Raises BudgetError if it does not fit.
 
     tenants: the bytes it takes of each device, by tenant.
     """
-    host = host_tenants(model, plan.placement) | {"adapters": read_adapter_bytes(config)}
+    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
     sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
-    reservation.resize(sizes, offers=layer_offers(model, plan.placement, sizes, plan.costs), remedy=remedy)
+    reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
 
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:

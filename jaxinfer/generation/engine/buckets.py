@@ -8,6 +8,7 @@ from collections.abc import Sequence as Sizes
 
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.sizes import powers, round_up
 
 SMALLEST_PAGE_TABLE = 8
 SMALLEST_LENGTH = 16
@@ -19,27 +20,6 @@ and products of matrices are as large as that allows (DeepSpeed Inference, Fig. 
 def chunks_per_micro_batch(chunks: int, stages: int) -> int:
     """Return how many chunks each micro-batch of a prefill step has, of so many in all."""
     return -(-chunks // (MICRO_BATCHES_PER_STAGE * stages))
-
-
-def round_up(size: int, sizes: Sizes[int]) -> int:
-    """The smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
-    for candidate in sizes:
-        if candidate >= size:
-            return candidate
-    raise ValueError(f"{size} is larger than the largest bucket, {sizes[-1]}.")
-
-
-def powers(factor: int, first: int, last: int) -> tuple[int, ...]:
-    """Return first, factor * first, factor^2 * first, ... and `last` itself, ascending.
-
-    >>> powers(4, 16, 512)
-    (16, 64, 256, 512)
-    """
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= factor
-    return (*sizes, last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
-from jaxinfer.generation.text import Prompt
 from jaxinfer.serving.errors import closed_error
+from jaxinfer.text import Prompt
 
 log = logging.getLogger(__name__)
 

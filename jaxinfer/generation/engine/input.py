@@ -17,8 +17,8 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.bitmasks import bitmask_of
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
-from jaxinfer.generation.text import Prompt, Tokenizer, check_length, encode_prompt, encode_to_embed
 from jaxinfer.models.files.description import SentenceConfig
+from jaxinfer.text import Prompt, Tokenizer, check_length, encode_prompt, encode_to_embed
 
 _RequestId = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 

@@ -10,7 +10,7 @@ from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason, TokenLogprob
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarMatcher
-from jaxinfer.generation.text import TextStream, Tokenizer
+from jaxinfer.text import TextStream, Tokenizer
 
 
 def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
@@ -141,7 +141,9 @@ class Sequence:
         """Turns its tokens into text; None without a tokenizer. Made at the first token: many sequences may wait."""
         if self._detokenizer is None and self.request.tokenizer is not None:
             skip = self.request.sampling.skip_special_tokens
-            self._detokenizer = self.request.tokenizer.stream(self.request.prompt_token_ids, skip_special_tokens=skip)
+            self._detokenizer = TextStream(
+                self.request.tokenizer, self.request.prompt_token_ids, skip_special_tokens=skip
+            )
         return self._detokenizer
 
     @property

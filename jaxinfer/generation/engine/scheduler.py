@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.generation.engine.allocation import Allocation, Allocator
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, Failure, StepOutput
-from jaxinfer.generation.engine.buckets import Buckets, round_up
+from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
@@ -21,6 +21,7 @@ from jaxinfer.generation.engine.stats import SchedulerStats
 from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
+from jaxinfer.sizes import round_up
 
 PRIORITY_WEIGHT = 64
 """A request of priority p is served as if p times this many others had arrived before it."""

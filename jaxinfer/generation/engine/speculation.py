@@ -6,6 +6,8 @@ RETRY = 16
 """Output tokens after which speculation is retried for a request that it did not pay off for; doubled each time."""
 SMOOTHING = 0.3
 UNKNOWN_COST = 2.0
+DECODE = "decode"
+"""The name of the program that decodes with all layers; passes of other kinds have chunks, too."""
 TRIES = 3
 """Steps by which each way of rows through a pipeline is judged, at least."""
 
@@ -51,18 +53,17 @@ class PassCosts:
     Args:
       costs: the record.
       num_speculative_tokens: speculative tokens of each row in a speculative pass.
-      streamed: whether layers are streamed; a pass is then several programs, recorded as "pass".
-      stages: of a pipeline, whose program is "ring"; 1: there is none.
+      name: the name of a decode pass in the record.
+      stages: of a pipeline; 1: there is none.
 
     Attributes:
       all: the record.
       stages: as given.
     """
 
-    def __init__(self, costs: Costs, num_speculative_tokens: int, *, streamed: bool = False, stages: int = 1):
+    def __init__(self, costs: Costs, num_speculative_tokens: int, *, name: str = DECODE, stages: int = 1):
         self.all, self.stages, self._speculative = costs, stages, num_speculative_tokens
-        self._name = "pass" if streamed else "ring" if stages > 1 else "decode"
-        self._sizes = {} if self._name == "decode" else {"chunks": 0}
+        self._name, self._sizes = name, {} if name == DECODE else {"chunks": 0}
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int, at_most: bool = False) -> None:
         """Record a step of `plain` and `speculative` passes, made by the decode program of this bucket.

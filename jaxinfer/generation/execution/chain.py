@@ -20,6 +20,7 @@ from jaxinfer.generation.execution.decoder import PassResult
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.encoder import ShapeBuckets, Vectors
 from jaxinfer.generation.execution.packing import PassInputs
+from jaxinfer.generation.execution.plan import Way
 from jaxinfer.generation.execution.programs.chain import (
     EncoderEnter,
     EncoderLayer,
@@ -42,9 +43,6 @@ from jaxinfer.streaming.layer_folders import experts_of
 from jaxinfer.streaming.model import StreamedModel, layer_ranges
 from jaxinfer.streaming.prefetch import Prefetcher
 from jaxinfer.streaming.statistics import StreamingStatistics
-
-RECORDED_AS = "pass"
-"""The name of a pass in the record of costs: its programs have costs of no interest."""
 
 
 @dataclasses.dataclass
@@ -233,7 +231,7 @@ class ChainDecoderPasses(ChainPasses):
         sizes = Leave.for_pass(part.sizes)
         slots, output = self._programs.run(sizes, leaves, slots, part.x, part.groups, *part.inputs)
         state.arrays = state.arrays._replace(slots=slots)
-        return PassResult(RECORDED_AS, sizes.bucket, sizes, output)
+        return PassResult(Way.CHAIN.value, sizes.bucket, sizes, output)
 
 
 class ChainEncoderPasses(ChainPasses):
@@ -259,4 +257,4 @@ class ChainEncoderPasses(ChainPasses):
             x = self._programs.run(layer, leaves, x, groups)
             self.layers.prefetcher.computing(x, layers.count)
         program = self._programs.cache.get(EncoderLeave(**sizes))
-        return Vectors(RECORDED_AS, program.bucket, program(self._leaves, x, positions))
+        return Vectors(Way.CHAIN.value, program.bucket, program(self._leaves, x, positions))

@@ -137,18 +137,22 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
-        commands = self.commands(batch)
+        parts = self.passes.split(batch)
+        commands = self.commands(batch, parts)
         launched = self._clock()
         results = self.run(commands)
-        for part, result in zip(self.passes.split(batch), results, strict=True):
+        for part, result in zip(parts, results, strict=True):
             result.output = only_asked(part, result.output)
         if not self._on_host:
             send_to_host([result.output for result in results])
-        return InFlightStep(batch, results, launched)
+        return InFlightStep(batch, (parts, results), launched)
 
-    def commands(self, batch: Batch) -> list[Command]:
-        """Return what a batch has the devices do, in order; touches neither them nor the state."""
-        return [*self._packer.changes(batch), *map(self._packer.pass_through, self.passes.split(batch))]
+    def commands(self, batch: Batch, parts: Iterable[Batch]) -> list[Command]:
+        """Return what a batch has the devices do, in order; touches neither them nor the state.
+
+        parts: those that the passes split the batch into.
+        """
+        return [*self._packer.changes(batch), *map(self._packer.pass_through, parts)]
 
     def run(self, commands: Sequence[Command]) -> list[PassResult]:
         """Send the commands of a step to the devices."""
@@ -164,7 +168,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step; returns its results."""
-        results: list[PassResult] = step.output
+        parts, results = _parts_of(step)
         late = self._is_late([result.output for result in results])
         self.passes.finish()
         on_host = self._read([result.output for result in results])
@@ -173,7 +177,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._record(results[0], outputs[0], self._seconds(step), at_most=late)
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
-        for part, result, by_lane in zip(self.passes.split(step.batch), results, outputs, strict=True):
+        for part, result, by_lane in zip(parts, results, outputs, strict=True):
             for lane, output in zip(part.lanes, by_lane, strict=True):
                 read = result.read(lane, output)
                 chunks += read[: len(lane.chunks)]
@@ -186,7 +190,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def wait(self, step: InFlightStep) -> None:
         """Wait for a step whose results nobody wants."""
-        jax.block_until_ready([result.output for result in step.output])
+        _, results = _parts_of(step)
+        jax.block_until_ready([result.output for result in results])
 
     def _record(
         self,
@@ -205,3 +210,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             self._pass_costs.record(first.bucket, steady, plain=plain, speculative=speculative, at_most=at_most)
         else:
             self.costs.record(first.name, first.bucket, seconds, at_most=at_most)
+
+
+def _parts_of(step: InFlightStep) -> tuple[list[Batch], list[PassResult]]:
+    """The parts of a step's batch, and their pending results."""
+    return step.output

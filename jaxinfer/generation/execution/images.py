@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from jaxinfer.compiled import ExecutableStore, Origin, ProgramCache
-from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.generation.execution.programs import embed_images
 from jaxinfer.generation.execution.programs.embed_images import EmbedImages
 from jaxinfer.models import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.vision.image_files import AnyImage, fitted, pixels_of
 from jaxinfer.serving.errors import closed_error
+from jaxinfer.sizes import powers, round_up
 
 
 class ImageEngine:

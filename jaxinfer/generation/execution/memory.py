@@ -100,7 +100,7 @@ def plan_memory(
     if device_memory is not None:
         available = min(available, device_memory - weights)
     available -= buffer_bytes(placement)
-    buckets = buckets_of(config, model.platform)
+    buckets = buckets_of(config, model.platform, streamed=placement is not None)
     layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
     full = config.max_batch * config.pages_per_sequence

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow
-from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs.admit import Admit
@@ -21,6 +21,7 @@ from jaxinfer.generation.execution.programs.ring import RingSchedule, decode_siz
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
 from jaxinfer.sharding.schedules import queued_stride
+from jaxinfer.sizes import round_up
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 

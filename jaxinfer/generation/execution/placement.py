@@ -89,8 +89,8 @@ class DeviceBytes:
         if self._has_cache:
             assert isinstance(config, EngineConfig)
             self._config = config
-            layout = DeviceLayout.from_model(opened, config, num_pages=1, only=_is_rest)
-            self.adapters, self.page = part_bytes(layout.adapters), part_bytes(layout.state.caches)
+            caches = part_bytes(self._streamed_layout.state.caches)
+            self.adapters, self.page = part_bytes(self._streamed_layout.adapters), caches // config.max_batch
             self.cache = self.page * config.max_batch * config.pages_per_sequence
 
     @property
@@ -140,12 +140,15 @@ class DeviceBytes:
 
     @functools.cached_property
     def _streamed_workspace(self) -> int:
-        config = dataclasses.replace(self._config, max_decode_passes=1)
-        layout = DeviceLayout.from_model(self._opened, config, num_pages=config.max_batch, only=_is_rest)
-        buckets = buckets_of(config, self._opened.platform)
+        buckets = buckets_of(self._config, self._opened.platform, streamed=True)
         kinds = sorted(set(self._opened.transformer.layer_kinds))
         alone = [LayerRange(kind, 1, kind, streamed=True) for kind in kinds]
-        return slice_workspace(layout, alone, buckets, buckets.chunks[0])
+        return slice_workspace(self._streamed_layout, alone, buckets, buckets.chunks[0])
+
+    @functools.cached_property
+    def _streamed_layout(self) -> DeviceLayout:
+        config = dataclasses.replace(self._config, max_decode_passes=1)
+        return DeviceLayout.from_model(self._opened, config, num_pages=config.max_batch, only=_is_rest)
 
 
 def _expert_sizes(opened: OpenedModel) -> tuple[int, int, int]:

@@ -9,27 +9,27 @@ from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
 
-def buckets_of(config: EngineConfig, platform: str) -> Buckets:
-    """A decoder's buckets on a platform ("cpu", "gpu"). Raises ValueError for a config it cannot run."""
+def buckets_of(config: EngineConfig, platform: str, *, streamed: bool = False, stages: int = 1) -> Buckets:
+    """Choose the buckets of a decoder's steps.
+
+    Args:
+      platform: "cpu" or "gpu".
+      streamed: whether its layers are streamed.
+      stages: how many stages its pipeline has; 1: it has none.
+
+    Raises ValueError for a config that the platform cannot run.
+    """
     if platform == "gpu" and config.kernels:
         # Chunks of one prompt attend to one another; the kernel for few tokens takes rows of different requests.
         enough = config.chunk_size > MAX_DECODE_TOKENS
         config.check("chunk_size", enough, f"> {MAX_DECODE_TOKENS} with GPU kernels")
     if platform == "cpu":  # attention reads as many pages as a row has, elsewhere as many as the table has
-        return Buckets.from_config(config)
-    # Every step takes as long as reading the weights, so that padding costs little.
-    return Buckets.from_config(config, max_padding=4.0, short_page_tables=True)
-
-
-def streamed_buckets(buckets: Buckets) -> Buckets:
-    """The buckets of a decoder with streamed layers: fetching takes as long for few rows as for many."""
-    return dataclasses.replace(buckets, decode_rows=buckets.prefill_rows[1:])
-
-
-def sliced_buckets(buckets: Buckets, max_chunks: int | None) -> Buckets:
-    """The buckets of a streamed layer's programs, which take `max_chunks` at once; None: all of a step."""
-    chunks = tuple(count for count in buckets.chunks if max_chunks is None or count <= max_chunks)
-    return dataclasses.replace(buckets, chunks=chunks)
+        buckets = Buckets.from_config(config)
+    else:  # every step takes as long as reading the weights, so that padding costs little
+        buckets = Buckets.from_config(config, max_padding=4.0, short_page_tables=True)
+    if streamed:  # fetching takes as long for few rows as for many
+        buckets = dataclasses.replace(buckets, decode_rows=buckets.prefill_rows[1:])
+    return buckets.for_stages(stages) if stages > 1 else buckets
 
 
 def step_seconds(platform: str) -> float:

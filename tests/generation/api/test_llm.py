@@ -15,7 +15,7 @@ from jaxinfer.compiled import Costs
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import LoadOptions, ModelOptions, build_engine
 from jaxinfer.generation.engine.view import RequestView
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import Operation
 from tests.generation.conftest import PAGE_BYTES, SMALL, SMALL_BYTES, SMALL_CONFIG, SMALL_PAGES
@@ -71,7 +71,7 @@ def test_prompts_of_different_lengths_continue_as_without_a_cache(small_llm, log
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    engine = build_engine(llm.model, None, SMALL_CONFIG, EnginePlan(num_pages=SMALL_PAGES))
+    engine = build_engine(llm.model, None, SMALL_CONFIG, Plan.of_model(llm.model, SMALL_CONFIG, num_pages=SMALL_PAGES))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     prompts = prompts_of(40, 33)
     requests = [engine.prepare(p, params).sequences() for p in prompts]
@@ -94,7 +94,7 @@ def test_long_prompts_run_in_chunks(llm, logits_of):
 def test_times_are_the_clocks(llm):
     """A virtual clock, which ticks when it is asked, is the only time that an engine has."""
     ticks = itertools.count()
-    plan = EnginePlan(num_pages=SMALL_PAGES)
+    plan = Plan.of_model(llm.model, SMALL_CONFIG, num_pages=SMALL_PAGES)
     engine = build_engine(llm.model, None, SMALL_CONFIG, plan, clock=lambda: float(next(ticks)))
     (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()
     for _ in engine.run([[sequence]]):
@@ -375,8 +375,9 @@ def test_a_cache_smaller_than_the_batch_queues(small_llm, logits_of):
 
 def test_a_decode_step_on_a_cpu_has_the_passes_of_40_ms(model_dir, monkeypatch):
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", 0))): 0.0101})
-    plan = EnginePlan(num_pages=SMALL_PAGES, costs=costs)
-    engine = build_engine(load_model(model_dir), None, SMALL_CONFIG, plan)
+    model = load_model(model_dir)
+    plan = Plan.of_model(model, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(model, None, SMALL_CONFIG, plan, costs=costs)
     launch, launched = engine.executor.launch, []
     monkeypatch.setattr(engine.executor, "launch", lambda batch: launched.append(batch) or launch(batch))
     (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.generation.api.build import build_engine
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
+from jaxinfer.text import Tokenizer
 from tests.generation.conftest import SMALL_CONFIG as SIXTEEN
 from tests.generation.conftest import SMALL_PAGES
 
@@ -168,7 +168,6 @@ def check_same(sequence, expected):
 
 
 SMALL_CONFIG = dataclasses.replace(SIXTEEN, token_budget=32, chunk_size=8)  # chunks of one page
-PLAN = EnginePlan(num_pages=SMALL_PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,12 @@ def engines(model_dir):
 
     def pair(config):
         made = {
-            overlap: build_engine(model, tokenizer, dataclasses.replace(config, overlap=overlap), PLAN)
+            overlap: build_engine(
+                model,
+                tokenizer,
+                dataclasses.replace(config, overlap=overlap),
+                Plan.of_model(model, config, num_pages=SMALL_PAGES),
+            )
             for overlap in (True, False)
         }
         made[False].executor.device.cache = made[True].executor.programs
@@ -191,7 +195,9 @@ def engines(model_dir):
 @pytest.fixture(scope="module")
 def alone(engines, model_dir):
     """Another engine without speculation, which need not compile its programs again."""
-    engine = build_engine(load_model(model_dir), Tokenizer.from_folder(model_dir), SMALL_CONFIG, PLAN)
+    model = load_model(model_dir)
+    plan = Plan.of_model(model, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(model, Tokenizer.from_folder(model_dir), SMALL_CONFIG, plan)
     engine.executor.device.cache = engines["plain"][True].executor.programs
     return Alone(engine)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxinfer.generation.api.build import build_engine
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
+from jaxinfer.text import Tokenizer
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 from tests.generation.few_programs import few_programs
 from tests.peft import random_pair, save_adapter
@@ -40,7 +40,7 @@ def engines(model, tokenizer):
     made = {}
     for overlap in (True, False):
         config = dataclasses.replace(SMALL_CONFIG, overlap=overlap)
-        made[overlap] = build_engine(model, tokenizer, config, EnginePlan(num_pages=SMALL_PAGES))
+        made[overlap] = build_engine(model, tokenizer, config, Plan.of_model(model, config, num_pages=SMALL_PAGES))
     made[False].executor.device.cache = made[True].executor.programs
     return made
 
@@ -225,7 +225,7 @@ def test_scores_that_leave_nothing_are_an_error(engine, tokenizer, alone, temper
 
 
 def test_a_request_belongs_to_the_engine_that_has_prepared_it(engine, model, tokenizer):
-    other = build_engine(model, tokenizer, SMALL_CONFIG, EnginePlan(num_pages=2))
+    other = build_engine(model, tokenizer, SMALL_CONFIG, Plan.of_model(model, SMALL_CONFIG, num_pages=2))
     request = other.prepare([1, 2], SamplingParams(max_tokens=2))
     assert other.prepare(request) is request
     with pytest.raises(ValueError, match="Another model has prepared this request"):
@@ -238,7 +238,7 @@ def test_a_request_belongs_to_the_engine_that_has_prepared_it(engine, model, tok
 def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, damage, alone):
     config = dataclasses.replace(SMALL_CONFIG, max_adapters=1)
     with few_programs():
-        engine = build_engine(model, None, config, EnginePlan(num_pages=SMALL_PAGES))
+        engine = build_engine(model, None, config, Plan.of_model(model, config, num_pages=SMALL_PAGES))
     pair = random_pair(32, 32, 2, np.random.default_rng(0))
     folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": pair})
     engine.adapters.register("damaged", folder)
@@ -286,14 +286,15 @@ def test_bad_requests_are_refused_at_once(engine, prompt, params, message):
 
 
 def test_what_an_engine_lacks_is_said(model):
-    small = build_engine(model, None, SMALL_CONFIG, EnginePlan(num_pages=2))
+    small = build_engine(model, None, SMALL_CONFIG, Plan.of_model(model, SMALL_CONFIG, num_pages=2))
     with pytest.raises(ValueError, match="30 tokens with max_tokens need 4 pages of 8 tokens; the cache has 2"):
         small.prepare([1] * 20, SamplingParams(max_tokens=10))
     with pytest.raises(ValueError, match=r"SamplingParams.structured_outputs needs a tokenizer"):
         small.prepare([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     with pytest.raises(ValueError, match=r"SamplingParams.stop needs a tokenizer"):
         small.prepare([1], SamplingParams(stop="a"))
-    adapting = build_engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), EnginePlan(num_pages=2))
+    config = dataclasses.replace(SMALL_CONFIG, max_adapters=1)
+    adapting = build_engine(model, None, config, Plan.of_model(model, config, num_pages=2))
     with pytest.raises(ValueError, match="unknown adapter 'any'; known: none"):
         adapting.prepare([1], SamplingParams(adapter="any"))
 

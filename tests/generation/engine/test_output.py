@@ -11,7 +11,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.text import Tokenizer
 from tests.generation.test_text_stream import byte_fallback, in_bytes
 
 

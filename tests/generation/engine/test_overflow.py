@@ -8,11 +8,11 @@ import pytest
 
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import KV_DTYPES
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
+from jaxinfer.text import Tokenizer
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 OVERFLOWS = 200  # a token whose embedding is infinite
@@ -46,7 +46,8 @@ def kv_dtype(request):
 @pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["kernels", "xla"])
 def engine(model, model_dir, kv_dtype, request):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype, kernels=request.param)
-    return build_engine(model, Tokenizer.from_folder(model_dir), config, EnginePlan(num_pages=SMALL_PAGES))
+    plan = Plan.of_model(model, config, num_pages=SMALL_PAGES)
+    return build_engine(model, Tokenizer.from_folder(model_dir), config, plan)
 
 
 def test_neighbours_and_next_owners_get_their_tokens(engine, kv_dtype):

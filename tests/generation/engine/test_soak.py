@@ -13,11 +13,11 @@ import pytest
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.view import RequestView
-from jaxinfer.generation.execution.engine_plan import EnginePlan
+from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
-from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import load_model
+from jaxinfer.text import Tokenizer
 from tests.peft import random_pair, save_adapter
 
 CONFIG = EngineConfig(
@@ -58,11 +58,12 @@ def without_d(scores, history, length):
 
 @pytest.fixture
 def engine(model_dir, tmp_path):
+    model = load_model(model_dir)
     engine = build_engine(
-        load_model(model_dir),
+        model,
         Tokenizer.from_folder(model_dir),
         CONFIG,
-        EnginePlan(num_pages=PAGES),
+        Plan.of_model(model, CONFIG, num_pages=PAGES),
         logits_processors={"no d": without_d},
     )
     rng = np.random.default_rng(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.generation.engine.buckets import powers, round_up
+from jaxinfer.sizes import powers, round_up
 
 
 def test_sizes_multiply_up_to_the_last():

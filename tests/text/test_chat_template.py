@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.generation.chat_template import ChatTemplates, check_messages, check_options
+from jaxinfer.text.chat_template import ChatTemplates, check_messages, check_options
 from tests.goldens.make_chat_goldens import CONVERSATIONS, EXPECTED, FOLDERS, cases, write_folder
 
 HELLO = [{"role": "user", "content": "Hello"}]

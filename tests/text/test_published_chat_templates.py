@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from jaxinfer.generation.chat_template import ChatTemplates
+from jaxinfer.text.chat_template import ChatTemplates
 from tests.goldens.make_chat_goldens import CONVERSATIONS, TOOLS
 
 PEERS = pathlib.Path(os.environ.get("JAXINFER_PEERS") or pathlib.Path(__file__).parents[2] / ".venv-peers/bin/python")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.text import TextStream, Tokenizer
 from tests.tiny import byte_tokenizer
 
 WORDS = ["▁", "▁hello", "▁world", "hello", "a", "'", "s", ".", "你", "日", "\N{REPLACEMENT CHARACTER}"]
@@ -48,7 +48,7 @@ def bytes_only(open_tokenizer):
 
 
 def pieces(tokenizer, prompt, ids):
-    stream = tokenizer.stream(prompt)
+    stream = TextStream(tokenizer, prompt)
     return [stream.push(i) for i in ids] + [stream.flush()]
 
 
@@ -191,7 +191,7 @@ class Counting(Tokenizer):
 def test_a_run_without_characters_takes_linear_time_and_comes_at_once(tmp_path, make, token):
     make().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Counting(tmp_path)
-    stream = tokenizer.stream([])
+    stream = TextStream(tokenizer, [])
     parts = [stream.push(token) for _ in range(1000)]
     assert tokenizer.count < 5000
     text = "".join(parts) + stream.flush()
@@ -206,7 +206,7 @@ def test_a_run_of_tokens_without_text_takes_linear_time(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     counting = Counting(tmp_path)
     for before, text in (([], "b"), ([0], " b")):
-        stream, counting.count = counting.stream(before), 0
+        stream, counting.count = TextStream(counting, before), 0
         assert {stream.push(1) for _ in range(1000)} == {""}
         assert stream.push(2) == text
         assert counting.count < 50_000

@@ -1,0 +1,77 @@
+"""`Plan`: what is decided once, from this process's clock and free memory, before an engine is built."""
+
+import dataclasses
+import enum
+
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
+from jaxinfer.generation.execution.platforms import buckets_of
+from jaxinfer.models.files.loading import OpenedModel
+from jaxinfer.streaming.config import Placement
+
+
+class Way(enum.Enum):
+    """How a step goes through the layers; the value is the name of a decode pass in the record of costs."""
+
+    WHOLE = "decode"  # one program has all layers
+    RING = "ring"  # one program sends micro-batches through the stages of a pipeline
+    CHAIN = "pass"  # several programs, since weights are fetched in between
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All in which two processes that run the same engine might differ. Plain data, which can be sent to another.
+
+    Attributes:
+      way: how a step goes through the layers.
+      buckets: the sizes that a step is padded to.
+      stages: how many stages the model's pipeline has; 1: it has none.
+      num_pages: pages of a decoder's cache, of each lane; `memory.plan_memory` computes how many fit.
+      max_chunks: how many chunks of a step go through a streamed layer together; None: all.
+      placement: the place of each layer, and how far ahead layers are fetched; None: all are on the devices.
+    """
+
+    way: Way
+    buckets: Buckets | EncoderBuckets
+    stages: int = 1
+    num_pages: int = 0
+    max_chunks: int | None = None
+    placement: Placement | None = None
+
+    @classmethod
+    def of_model(
+        cls,
+        model: OpenedModel,
+        config: SharedConfig,
+        *,
+        num_pages: int = 0,
+        max_chunks: int | None = None,
+        placement: Placement | None = None,
+    ) -> "Plan":
+        """Plan the engine of a model. Raises ValueError for a config that its platform cannot run."""
+        stages = model.rules.num_stages(model.mesh)
+        if isinstance(config, EngineConfig):
+            buckets = buckets_of(config, model.platform, streamed=placement is not None, stages=stages)
+        else:
+            assert isinstance(config, EncoderEngineConfig)
+            buckets = EncoderBuckets.from_config(config, model.lanes)
+        return cls(
+            way=Way.CHAIN if placement is not None else Way.RING if stages > 1 else Way.WHOLE,
+            buckets=buckets,
+            stages=stages,
+            num_pages=num_pages,
+            max_chunks=max_chunks,
+            placement=placement,
+        )
+
+    @property
+    def decoder_buckets(self) -> Buckets:
+        """The sizes of a decoder's steps."""
+        assert isinstance(self.buckets, Buckets)
+        return self.buckets
+
+    @property
+    def pass_buckets(self) -> Buckets:
+        """The sizes of a decoder's programs: those of its steps, but `max_chunks` at once."""
+        chunks = [count for count in self.decoder_buckets.chunks if self.max_chunks is None or count <= self.max_chunks]
+        return dataclasses.replace(self.decoder_buckets, chunks=tuple(chunks))
