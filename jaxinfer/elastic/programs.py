@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramSpec
 from jaxinfer.compiled.background import StoppedError, Turns
 from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
+from jaxinfer.execution.forward import BatchSize, Forward, LaunchedBatch
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
@@ -47,12 +48,10 @@ class LevelStatic:
     adaptation: TokenAdaptation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Classify(Sizes):
-    """A batch of `batch` images."""
+class Classify(BatchSize):
+    """A batch of images."""
 
     program = PROGRAM
-    batch: int
 
 
 def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
@@ -116,6 +115,7 @@ class LevelPrograms:
       max_batch: images of the largest batch; smaller batches have powers of two as sizes.
       max_tasks: maximum number of tasks.
       max_classes: maximum number of classes of a task.
+      kernels: whether operations may run as kernels.
       store: keeps executables between processes; None: nothing does.
 
     Attributes:
@@ -131,10 +131,11 @@ class LevelPrograms:
         max_batch: int,
         max_tasks: int,
         max_classes: int,
+        kernels: bool = True,
         store: ExecutableStore | None = None,
     ):
         assert isinstance(model.config, ViTConfig)
-        self._config, self._weights, self._store = model.config, model.weights, store
+        self._config, self._weights, self._store, self._kernels = model.config, model.weights, store, kernels
         self._leaves = list(model.leaves.values())
         self._most = {"max_tasks": max_tasks, "max_classes": max_classes}
         self.sizes = powers(2, 1, max_batch)
@@ -156,7 +157,7 @@ class LevelPrograms:
     @property
     def compiled(self) -> int:
         """The number of programs that are compiled, or were read from the store."""
-        return sum(len(tuple(level.cache)) for level in self._levels.values())
+        return sum(len(tuple(level.forward.cache)) for level in self._levels.values())
 
     def ready(self, level: int) -> tuple[int, ...]:
         """The sizes, ascending, at which a level can run."""
@@ -180,8 +181,8 @@ class LevelPrograms:
         before = self._levels.get(level)
         if before is not None and before.adaptation == adaptation:
             return
-        made = _Level(adaptation, self._cache_of(adaptation), set(before.ready) if before else set())
-        self._compile([(made.cache, size) for size in sorted(made.ready)])
+        made = _Level(adaptation, self._forward_of(adaptation), set(before.ready) if before else set())
+        self._compile([(made.forward, size) for size in sorted(made.ready)])
         tasks, arrays = self._served
         if adaptation.prompts not in arrays:
             arrays = arrays | {adaptation.prompts: self._arrays_of(tasks.values(), adaptation.prompts)}
@@ -197,15 +198,15 @@ class LevelPrograms:
 
         Ctrl-C ends the call at once.
         """
-        self._compile([(self._levels[level].cache, size) for level, size in needed])
+        self._compile([(self._levels[level].forward, size) for level, size in needed])
 
-    def _compile(self, needed: Sequence[tuple[ProgramCache[Sequence[int]], int]]) -> None:
-        missing = [(cache, size) for cache, size in needed if Classify(batch=size) not in cache]
+    def _compile(self, needed: Sequence[tuple[Forward[Classify], int]]) -> None:
+        missing = [(forward, size) for forward, size in needed if not forward.is_compiled(size)]
         if not missing:
             return
         with self.turns.first(), long_work("compiling programs", total=len(missing)) as work:
 
-            def compile_one(needed: tuple[ProgramCache[Sequence[int]], int]) -> None:
+            def compile_one(needed: tuple[Forward[Classify], int]) -> None:
                 compile_size(*needed)
                 work.advance()
 
@@ -216,7 +217,7 @@ class LevelPrograms:
 
     def compiler(self, level: int, size: int) -> Callable[[], None]:
         """A function that compiles a program, and keeps none of the model's memory alive meanwhile."""
-        return functools.partial(compile_size, self._levels[level].cache, size)
+        return functools.partial(compile_size, self._levels[level].forward, size)
 
     def admit(self, programs: Iterable[LevelAndSize]) -> None:
         """Let these programs run, which are compiled."""
@@ -243,11 +244,7 @@ class LevelPrograms:
         Two batches, since one is sent while another runs.
         """
         ready = {(level, size) for level in self._levels for size in self.ready(level)} | set(also)
-        workspaces = (
-            self._levels[level].cache.get(Classify(batch=size)).memory.workspace_bytes
-            for level, size in ready
-            if size <= batch
-        )
+        workspaces = (self._levels[level].forward.workspace_bytes(size) for level, size in ready if size <= batch)
         return {
             "weights": sum(leaf.nbytes for leaf in self._leaves),
             "prompts and heads": sum(leaf.nbytes for leaf in jax.tree.leaves(self._served.arrays)),
@@ -294,20 +291,21 @@ class LevelPrograms:
         """
         served = self._served
         places = {name: place for place, name in enumerate(served.tasks)}
-        logits = self._launch(served, level, [places[task] for task in tasks], images)
-        return Launched(logits, [served.tasks[task].labels for task in tasks])
+        batch = self._launch(served, level, [places[task] for task in tasks], images)
+        return Launched(batch, [served.tasks[task].labels for task in tasks])
 
     def rehearse(self, level: int, images: np.ndarray) -> float:
         """Run a batch whose answers are not needed, with any task or none; return its seconds."""
         sent = self.device.clock()
-        np.asarray(self._launch(self._served, level, [0] * len(images), images))
+        self._launch(self._served, level, [0] * len(images), images).result()
         return self.device.end(sent).seconds
 
-    def _launch(self, served: "_Served", level: int, places: Sequence[int], images: np.ndarray) -> jax.Array:
-        adaptation = self.adaptation(level)
-        cache, batch = self._levels[level].cache, self.padded(level, len(images))
-        with cache.forbid_compile():
-            return self._call(cache, served.arrays[adaptation.prompts], places, images, batch)
+    def _launch(self, served: "_Served", level: int, places: Sequence[int], images: np.ndarray) -> LaunchedBatch:
+        adaptation, sizes = self.adaptation(level), self.ready(level)
+        self.padded(level, len(images))  # raises LevelError
+        forward, arrays = self._levels[level].forward, served.arrays[adaptation.prompts]
+        with forward.cache.forbid_compile():
+            return forward.launch((self._leaves, *arrays), np.array(places, np.int32), images, sizes=sizes)
 
     def warm_up(self, levels: Iterable[int]) -> None:
         """Run each ready program of these levels once, if it has not run: the first call links the compiled code."""
@@ -316,7 +314,7 @@ class LevelPrograms:
             (program, level, batch)
             for level in levels
             for batch in self.ready(level)
-            if (program := self._levels[level].cache.get(Classify(batch=batch))) not in self._warm
+            if (program := self._levels[level].forward.program(batch)) not in self._warm
         ]
         with long_work("running programs once", total=len(cold)) as work:
             for program, level, batch in cold:
@@ -326,34 +324,20 @@ class LevelPrograms:
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
         """A function from images, at most the largest batch, to the logits of a task that need not be served."""
-        cache = next((level.cache for level in self._levels.values() if level.adaptation == adaptation), None)
-        cache = cache or self._cache_of(adaptation)
-        arrays = self._arrays_of([task], adaptation.prompts)
+        forward = next((level.forward for level in self._levels.values() if level.adaptation == adaptation), None)
+        forward = forward or self._forward_of(adaptation)
+        arguments, sizes = (self._leaves, *self._arrays_of([task], adaptation.prompts)), self.sizes[-1:]
 
         def logits(images: np.ndarray) -> np.ndarray:
             sent = self.device.clock()
-            logits = np.asarray(self._call(cache, arrays, [0] * len(images), images, self.sizes[-1]))
+            logits = forward.launch(arguments, np.zeros(len(images), np.int32), images, sizes=sizes).result()
             self.device.end(sent)
-            return logits[: len(images)]
+            return logits
 
         return logits
 
-    def _call(
-        self,
-        cache: ProgramCache[Sequence[int]],
-        arrays: TaskArrays,
-        places: Sequence[int],
-        images: np.ndarray,
-        batch: int,
-    ) -> jax.Array:
-        padding = batch - len(images)
-        if padding:
-            images = np.concatenate((images, np.zeros((padding, *images.shape[1:]), np.uint8)))
-        program = cache.get(Classify(batch=batch))
-        return program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images)
-
-    def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
-        """A cache for the programs of an adaptation, none compiled yet."""
+    def _forward_of(self, adaptation: TokenAdaptation) -> Forward[Classify]:
+        """The programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
         leaves = shapes_of(self._leaves)
         tasks = jax.tree.map(
@@ -364,7 +348,7 @@ class LevelPrograms:
             images = jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
             return leaves, *tasks, jax.ShapeDtypeStruct((sizes.batch,), jnp.int32), images
 
-        spec: ProgramSpec[Classify, Sequence[int]] = ProgramSpec(
+        spec: ProgramSpec[Classify, Iterable[int]] = ProgramSpec(
             sizes=Classify,
             build=build,
             static=LevelStatic(config=config, weights=self._weights, adaptation=adaptation),
@@ -372,7 +356,7 @@ class LevelPrograms:
             reachable=lambda sizes: (Classify(batch=size) for size in sizes),
         )
         with showing(False):  # who compiles says so
-            return ProgramCache([spec], store=self._store, turns=self.turns)
+            return Forward(spec, max_batch=self.sizes[-1], kernels=self._kernels, store=self._store, turns=self.turns)
 
     def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
         return task_arrays(tasks, self._config, prompts, **self._most)
@@ -382,16 +366,16 @@ class Launched(NamedTuple):
     """A batch on the device.
 
     Attributes:
-      logits: float32 [size of the program, max_classes], -inf for classes that do not exist.
+      batch: its result is float32 [images, max_classes], -inf for classes that do not exist.
       labels: the class labels of each image's task when the batch was sent.
     """
 
-    logits: jax.Array
+    batch: LaunchedBatch
     labels: list[tuple[str, ...]]
 
     def rows(self) -> np.ndarray:
         """Wait for the batch; return its images' logits."""
-        return np.asarray(self.logits)[: len(self.labels)]
+        return self.batch.result()
 
 
 class _Served(NamedTuple):
@@ -405,10 +389,10 @@ class _Level(NamedTuple):
     """A level: its programs, and the sizes of those that may run."""
 
     adaptation: TokenAdaptation
-    cache: ProgramCache[Sequence[int]]
+    forward: Forward[Classify]
     ready: set[int]
 
 
-def compile_size(cache: ProgramCache[Sequence[int]], size: int) -> None:
+def compile_size(forward: Forward[Classify], size: int) -> None:
     """Compile the program of a batch size. Raises MappingsError, StoppedError."""
-    cache.compile_ahead([size], workers=1)
+    forward.cache.compile_ahead([size], workers=1)

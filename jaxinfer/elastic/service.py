@@ -76,6 +76,7 @@ class ServiceOptions(TypedDict, total=False):
     policy: Callable[[ServingProfile], Policy]
     max_waiting: int | None
     device_memory: int | str | None
+    kernels: bool
 
 
 class Service(Closeable):
@@ -101,6 +102,7 @@ class Service(Closeable):
         together.
       device_memory: memory for the model, its tasks and the two batches in flight: bytes, or such as "8GiB"; if
         `max_batch` does not fit, batches are smaller, which shows when their programs are compiled. None: any.
+      kernels: whether operations may run as kernels; False: plain XLA.
       progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
         (what, done, total), or None: as the caller has chosen, else yes unless `JAXINFER_PROGRESS=0`.
 
@@ -124,6 +126,7 @@ class Service(Closeable):
         policy: Callable[[ServingProfile], Policy] = plan_in_time,
         max_waiting: int | None = None,
         device_memory: int | str | None = None,
+        kernels: bool = True,
         progress: ProgressOption = None,
     ):
         with showing(progress):
@@ -133,6 +136,7 @@ class Service(Closeable):
         max_batch = check("Service.max_batch", max_batch, Size, error=ElasticError)
         max_tasks = check("Service.max_tasks", max_tasks, Size, error=ElasticError)
         max_classes = check("Service.max_classes", max_classes, Size, error=ElasticError)
+        kernels = check("Service.kernels", kernels, bool, error=ElasticError)
         self._max_waiting: int = check("Service.max_waiting", waiting, AtLeast1, error=ElasticError)
         merged = default_merge_levels(config) if merge_levels is None else merge_levels
         merged = set(check("Service.merge_levels", merged, _Levels, error=LevelError))
@@ -157,7 +161,12 @@ class Service(Closeable):
         self._levels = dataclasses.replace(levels, schedules=schedules)
         trainer = Trainer(config, model.weights, list(model.leaves.values()))
         programs = LevelPrograms(
-            model, max_batch=max_batch, max_tasks=max_tasks, max_classes=max_classes, store=ExecutableStore()
+            model,
+            max_batch=max_batch,
+            max_tasks=max_tasks,
+            max_classes=max_classes,
+            kernels=kernels,
+            store=ExecutableStore(),
         )
         self._held: tuple[LevelPrograms, Trainer] | None = programs, trainer  # everything that has the model's weights
         costs = Costs.open(
@@ -165,7 +174,7 @@ class Service(Closeable):
             model={
                 "config": str(model.description.config),
                 "weights": str(model.weights),
-                "options": f"{prompt_mode=!s}, {max_tasks=}, {max_classes=}",
+                "options": f"{prompt_mode=!s}, {max_tasks=}, {max_classes=}" + ("" if kernels else f", {kernels=}"),
             },
         )
         self.latency = LatencyProfile(costs, _merged(programs))

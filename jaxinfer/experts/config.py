@@ -66,6 +66,7 @@ class _File(_Strict):
     max_batch: int = 8
     max_queued: int | None = None
     dtype: str | None = None
+    kernels: bool = True
 
 
 _TABLES: dict[str, type[_Strict]] = {"experts": _Expert, "inputs": _Input, "rules": _Rule, "executors": _Executor}
@@ -136,6 +137,7 @@ class SystemConfig:
       max_queued: waiting requests beyond which inputs are refused; None: 10,000, or as many as have inputs of 512 MiB
         together.
       dtype: the experts' matrices' dtype; None: as stored, but float32 on a CPU.
+      kernels: whether operations may run as kernels; False: plain XLA.
     """
 
     name: str = "of experts"
@@ -148,9 +150,11 @@ class SystemConfig:
     max_batch: Size = 8
     max_queued: AtLeast1 | None = None
     dtype: str | None = None
+    kernels: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "name", "host_memory", "max_batch", "max_queued", "dtype", error=ConfigError)
+        names = ("name", "host_memory", "max_batch", "max_queued", "dtype", "kernels")
+        check_fields(self, *names, error=ConfigError)
         for name in ("experts", "inputs", "executors"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: there are none; a system needs at least one.")
@@ -189,6 +193,7 @@ class SystemConfig:
                 max_batch=file.max_batch,
                 max_queued=file.max_queued,
                 dtype=file.dtype,
+                kernels=file.kernels,
             )
             config.graph()
             return config

@@ -149,7 +149,7 @@ class OpenedSystem:
     @property
     def compiled(self) -> int:
         """The number of programs, which does not grow with the number of experts."""
-        return sum(len(list(programs.cache)) for programs in self._programs.values())
+        return sum(len(list(programs.forward.cache)) for programs in self._programs.values())
 
     def measure(self, *, remeasure: bool = False) -> Profiles:
         """Read the experts' costs from the record, and measure the missing ones (`remeasure`: all)."""
@@ -296,7 +296,11 @@ class OpenedSystem:
         if (architecture, device) not in self._programs:
             alone = self.config.policy.one_executor or self.devices.count(device) == 1
             self._programs[architecture, device] = ArchitecturePrograms(
-                architecture, device, single_threaded=not alone, store=ExecutableStore()
+                architecture,
+                device,
+                single_threaded=not alone,
+                kernels=self.config.kernels,
+                store=ExecutableStore(),
             )
         return self._programs[architecture, device]
 

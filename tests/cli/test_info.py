@@ -267,7 +267,7 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
 
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     assert "No programs of this model were measured on" in shown(model)
-    costs = open_costs(load_model(model), EngineConfig(max_batch=1, context=16))
+    costs = open_costs(load_model(model), EngineConfig(max_batch=1, context=16).deciding_costs, kernels=True)
     for batch in (1, 2, 4):
         for _ in range(3):
             costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)

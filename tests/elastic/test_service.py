@@ -35,7 +35,6 @@ from jaxinfer.elastic import (
     UnknownTaskError,
 )
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
-from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.elastic.tasks.training import fit_head
 from jaxinfer.models.config import ImagePooling
@@ -376,7 +375,8 @@ def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monk
         def overflow(level, tasks, images):
             launched = launch(level, tasks, images)
             places = np.flatnonzero((images == bad).all((1, 2, 3)))
-            return launched._replace(logits=launched.logits.at[places, 1].set(np.nan))
+            launched.batch.outputs = launched.batch.outputs.at[places, 1].set(np.nan)
+            return launched
 
         monkeypatch.setattr(found._programs, "launch", overflow)
         with pytest.raises(FailedError, match="the logits of an image are not finite"):
@@ -586,7 +586,7 @@ def test_batches_fit_into_device_memory(vit, registered, options):
     programs = whole._programs
     needed = programs.bytes_needed
     assert needed(2) > needed(1)
-    batch = max(level.cache.get(Classify(batch=2)).memory.workspace_bytes for level in programs._levels.values())
+    batch = max(level.forward.workspace_bytes(2) for level in programs._levels.values())
     weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
     assert needed(2) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(2) - 1, **options)

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramSpec
 from jaxinfer.disk_cache import keys
+from jaxinfer.execution.forward import BatchSize, Forward
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.devices import device_name
@@ -18,7 +19,7 @@ from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
-from jaxinfer.sizes import powers, round_up
+from jaxinfer.sizes import powers
 
 PROGRAM = "judge"
 """The program's name in caches and in the record of costs."""
@@ -57,12 +58,10 @@ class Architecture:
         return sum(leaf.bytes for leaf in canonical_leaves(self.config, self.weights).values())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Judge(Sizes):
-    """A batch of `batch` inputs."""
+class Judge(BatchSize):
+    """A batch of inputs."""
 
     program = PROGRAM
-    batch: int
 
 
 def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
@@ -86,19 +85,30 @@ class ArchitecturePrograms:
       architecture: the architecture.
       device: the device they run on.
       single_threaded: whether programs on a CPU keep to one thread, because others run at the same time.
+      kernels: whether operations may run as kernels.
       store: keeps executables between processes; None: nothing does.
+
+    Attributes:
+      forward: the executables.
+      kernels: as given.
     """
 
     def __init__(
-        self, architecture: Architecture, device: Any, *, single_threaded: bool, store: ExecutableStore | None = None
+        self,
+        architecture: Architecture,
+        device: Any,
+        *,
+        single_threaded: bool,
+        kernels: bool = True,
+        store: ExecutableStore | None = None,
     ):
         self.architecture, self.device = architecture, device
         self.sharding = SingleDeviceSharding(device)
         self._options: dict[str, str | bool | int] = (
             {"xla_cpu_multi_thread_eigen": False} if single_threaded and device.platform == "cpu" else {}
         )
-        self.cache: ProgramCache[Iterable[int]] = ProgramCache([self._spec()], store=store)
-        self._sizes: tuple[int, ...] = ()
+        self.kernels = kernels
+        self.forward = Forward(self._spec(), max_batch=1, kernels=kernels, store=store)
 
     def _spec(self) -> ProgramSpec[Judge, Iterable[int]]:
         shapes = canonical_leaves(self.architecture.config, self.architecture.weights).values()
@@ -119,34 +129,25 @@ class ArchitecturePrograms:
 
     def compile_ahead(self, max_batch: int) -> None:
         """Compile for batches up to this size."""
-        self._sizes = powers(2, 1, max_batch)
-        self.cache.compile_ahead(self._sizes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The compiled batch sizes, smallest first."""
-        return self._sizes
-
-    def workspace_bytes(self, batch: int) -> int:
-        """The bytes that a batch takes on top of weights and inputs."""
-        return self.cache.get(Judge(batch=batch)).memory.workspace_bytes
+        self.forward.sizes = powers(2, 1, max_batch)
+        self.forward.cache.compile_ahead(self.forward.sizes)
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
-        """Run a batch of at most the largest size, and wait for it."""
-        size = round_up(len(inputs), self._sizes)
-        padded = np.zeros((size, *self.architecture.shape), self.architecture.dtype)
-        padded[: len(inputs)] = inputs
-        return jax.block_until_ready(self.cache.get(Judge(batch=size))(list(leaves), padded))
+        """Run a batch of at most the largest size, and wait for it, as `Forward.run` does."""
+        return self.forward.run((list(leaves),), inputs)
 
 
-def open_costs(architecture: Architecture, device: Any, *, sharers: int, disk: str) -> Costs:
+def open_costs(architecture: Architecture, device: Any, *, sharers: int, disk: str, kernels: bool = True) -> Costs:
     """Open the record of an architecture's costs on a device, which is kept on disk.
 
     Args:
       sharers: number of executors that share the device and slow one another.
       disk: the disk that the experts are on.
+      kernels: whether operations may run as kernels.
     """
     key = {"architecture": str(architecture), "executors": str(sharers), "disk": disk}
+    if not kernels:
+        key["kernels"] = "False"
     return Costs.open(device=device_name(device), model=key)
 
 

@@ -22,6 +22,7 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.host_memory import aligned
 from jaxinfer.checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.compiled import cache_folder
+from jaxinfer.execution.forward import is_out_of_memory
 from jaxinfer.experts.errors import InsufficientMemoryError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import ExpertKind
@@ -253,13 +254,6 @@ def _to_host(fetch: "Fetch | _Copy") -> list[jax.Array] | None:
     except Exception as error:  # whatever the error, it is not the fault of the expert that is loaded in its place
         log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)
         return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether a device or the host ran out of memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    )
 
 
 def _delete(arrays: list[jax.Array] | None) -> None:

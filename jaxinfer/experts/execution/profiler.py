@@ -67,7 +67,9 @@ def measure(
       remeasure: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
-    costs = open_costs(programs.architecture, programs.device, sharers=sharers, disk=loader.disk(expert))
+    costs = open_costs(
+        programs.architecture, programs.device, sharers=sharers, disk=loader.disk(expert), kernels=programs.kernels
+    )
     sizes = powers(2, 1, max(2, max_batch))
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
@@ -85,7 +87,7 @@ def measure(
             programs.architecture.name,
         )
     best = max(size for size in latency if size <= max_batch)
-    workspace = {size: programs.workspace_bytes(size) for size in sizes}
+    workspace = {size: programs.forward.workspace_bytes(size) for size in sizes}
     one_more = (workspace[sizes[-1]] - workspace[1]) // (sizes[-1] - 1)
     profile = Profile(
         k=k,
@@ -136,7 +138,7 @@ def _run(
     programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, sharers: int
 ) -> None:
     """Load the expert from every tier, run batches of all sizes, and record their times."""
-    steps = (1 + REPEATS) * (1 + len(programs.sizes))
+    steps = (1 + REPEATS) * (1 + len(programs.forward.sizes))
     with long_work(f"measuring {programs.architecture.name}", total=steps) as work:
         _run_loads(loader, pool, expert, costs, work)
         _load(loader, pool, expert, "disk", costs)
@@ -158,7 +160,7 @@ def _run_loads(loader: ExpertLoader, pool: int, expert: str, costs: Costs, work:
 def _run_batches(
     programs: ArchitecturePrograms, leaves: Sequence, costs: Costs, work: LongWork, *, sharers: int
 ) -> None:
-    for size in programs.sizes:
+    for size in programs.forward.sizes:
         inputs = [np.zeros(programs.architecture.shape, programs.architecture.dtype)] * size
         ended = threading.Event()
         others = [

@@ -1,6 +1,5 @@
 """Running batches of inputs on their experts' programs."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,11 +7,9 @@ import numpy as np
 
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Judgement
-from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, is_out_of_memory
+from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert
 from jaxinfer.experts.scheduling.executor_state import ExecutorState
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Load
-
-log = logging.getLogger(__name__)
 
 
 class ExpertRunner:
@@ -38,26 +35,13 @@ class ExpertRunner:
         self._executors, self._devices, self._experts, self._programs = executors, devices, experts, programs
 
     def judge(self, batch: Batch, values: Sequence[np.ndarray | None]) -> list[Judgement]:
-        """The answers of a batch; a value of None is judged as zeros.
-
-        If the device has too little memory, the batch runs in halves.
-        """
-        kind = self._experts[batch.expert].kind
-        inputs = [np.zeros(kind.shape, kind.dtype) if value is None else value for value in values]
-        try:
-            return self._judge(batch, inputs)
-        except Exception as error:
-            if not is_out_of_memory(error) or len(inputs) == 1:
-                raise
-            log.warning("a batch of %d does not fit the device; it runs in halves", len(inputs))
-        half = len(inputs) // 2
-        return self._judge(batch, inputs[:half]) + self._judge(batch, inputs[half:])
-
-    def _judge(self, batch: Batch, inputs: Sequence[np.ndarray]) -> list[Judgement]:
+        """The answers of a batch; a value of None is judged as zeros."""
         expert, device = self._experts[batch.expert], self._devices[batch.executor]
+        kind = expert.kind
+        inputs = [np.zeros(kind.shape, kind.dtype) if value is None else value for value in values]
         leaves = self.loader.leaves(self._executors[batch.executor].pool.index, batch.expert)
         outputs = self._programs[expert.architecture, device].run(leaves, inputs)
-        return list(expert.kind.judge(outputs, len(inputs)))
+        return list(kind.judge(outputs, len(inputs)))
 
     def run_now(self, action: Action) -> Sequence[Judgement]:
         """Carry out an action now, with zeros as inputs: for a `Simulator` that really does everything.

@@ -313,14 +313,18 @@ def _mesh_text(model: OpenedModel) -> str:
     return axes if model.rules == ShardingRules() else f"{axes}, {model.rules}"
 
 
-def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iterable[str] = ()) -> Costs:
+def open_costs(
+    model: OpenedModel, options: Mapping[str, object], *, kernels: bool, logits_processors: Iterable[str] = ()
+) -> Costs:
     """Open the record of a model's programs on disk, under everything that decides how long they take.
 
     Left out is what only decides which programs there are, or the size of arrays that a step reads in part (the number
     of pages depends on free memory): a restart should find what the process before it learnt.
+
+    options: those of the engine's sizes that decide costs.
     """
-    library = cpu_library() if config.kernels else None
-    options = config.deciding_costs | {"cpu_kernels": library and library.level}
+    library = cpu_library() if kernels else None
+    options = {**options, "cpu_kernels": library and library.level}
     return Costs.open(
         device=device_name(devices_of(model.mesh)[0]),
         model={

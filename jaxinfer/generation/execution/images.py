@@ -1,19 +1,20 @@
 """Vectors of images, batch by batch."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
-from jaxinfer.compiled import ExecutableStore, Origin, ProgramCache
+from jaxinfer.compiled import Costs, ExecutableStore, Origin
+from jaxinfer.compiled.costs import SAVE_SECONDS
+from jaxinfer.execution.forward import Forward, LaunchedBatch
 from jaxinfer.generation.execution.programs import embed_images
 from jaxinfer.generation.execution.programs.embed_images import EmbedImages
 from jaxinfer.models import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.vision.image_files import AnyImage, fitted, pixels_of
 from jaxinfer.serving.errors import closed_error
-from jaxinfer.sizes import powers, round_up
 
 
 class ImageEngine:
@@ -24,14 +25,15 @@ class ImageEngine:
       max_batch: images of the largest batch; smaller ones have powers of two as sizes.
       level: -r: each layer merges r tokens; 0: none.
       kernels: whether operations may run as kernels.
+      costs: the record to which the time of each batch is added.
     """
 
-    def __init__(self, model: LoadedModel, *, max_batch: int, level: int, kernels: bool):
+    def __init__(self, model: LoadedModel, *, max_batch: int, level: int, kernels: bool, costs: Costs):
         assert isinstance(model.config, ViTConfig)
         self._config: ViTConfig = model.config
-        self._sizes = powers(2, 1, max_batch)
-        self._programs: ProgramCache[Iterable[int]] = ProgramCache(
-            [embed_images.spec(model, level)], kernels=kernels, store=ExecutableStore()
+        self._costs, self._max_batch = costs, max_batch
+        self._forward: Forward[EmbedImages] | None = Forward(
+            embed_images.spec(model, level), max_batch=max_batch, kernels=kernels, store=ExecutableStore(), costs=costs
         )
         self._leaves: list[jax.Array] | None = list(model.leaves.values())
         self._lock = threading.RLock()  # held by batches and by `close`
@@ -45,15 +47,17 @@ class ImageEngine:
         self._origin.check()
         vectors, running = [], None
         for batch in self._batches(images):
+            launched = self._launch(batch)
             if running is not None:
-                vectors.append(np.asarray(running[0])[: running[1]])
-            running = self._launch(batch), len(batch)
+                vectors.append(running.result())
+            running = launched
         if running is not None:
-            vectors.append(np.asarray(running[0])[: running[1]])
+            vectors.append(running.result())
+        self._costs.save(every=SAVE_SECONDS)
         return np.concatenate(vectors or [np.zeros((0, self._config.feature_width), np.float32)])
 
     def _batches(self, images: Sequence[AnyImage]) -> Iterator[np.ndarray]:
-        config, largest = self._config, self._sizes[-1]
+        config, largest = self._config, self._max_batch
         for first in range(0, len(images), largest):
             batch = []
             for index in range(first, min(first + largest, len(images))):
@@ -63,14 +67,11 @@ class ImageEngine:
                     raise ValueError(f"Image {index}: {error}") from error
             yield np.stack(batch)
 
-    def _launch(self, batch: np.ndarray) -> jax.Array:
-        size = round_up(len(batch), self._sizes)
-        padded = np.zeros((size, *batch.shape[1:]), np.uint8)
-        padded[: len(batch)] = batch
+    def _launch(self, batch: np.ndarray) -> LaunchedBatch:
         with self._lock:
-            if self._leaves is None:
+            if self._forward is None:
                 raise closed_error("This model")
-            return self._programs.get(EmbedImages(batch=size))(self._leaves, padded)
+            return self._forward.launch((self._leaves,), batch)
 
     @property
     def forked(self) -> bool:
@@ -83,7 +84,6 @@ class ImageEngine:
             return
         if self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             try:
-                self._leaves = None
-                self._programs = ProgramCache([])
+                self._leaves = self._forward = None
             finally:
                 self._lock.release()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.checkpoints import layer_files, stores
+from jaxinfer.execution.forward import Forward
 from jaxinfer.experts.errors import (
     ExecutorDiedError,
     InvalidInputError,
     LoadError,
 )
-from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import scheduler
@@ -302,15 +302,16 @@ def test_a_repaired_expert_can_be_asked_for_at_once(board, start, copies, monkey
 
 def failing(monkeypatch, fails):
     """Have programs run out of memory where `fails` says so of a batch."""
-    run, sizes = ArchitecturePrograms.run, []
+    program, sizes = Forward.program, []
 
-    def limited(self, leaves, inputs):
-        sizes.append(len(inputs))
-        if fails(sizes):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
-        return run(self, leaves, inputs)
+    def limited(self, batch):
+        sizes.append(batch)
+        return no_memory if fails(sizes) else program(self, batch)
 
-    monkeypatch.setattr(ArchitecturePrograms, "run", limited)
+    def no_memory(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
+
+    monkeypatch.setattr(Forward, "program", limited)
     return sizes
 
 

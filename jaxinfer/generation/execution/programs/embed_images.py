@@ -1,13 +1,13 @@
 """`embed_images`: a vision transformer's vectors of a batch of images."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.compiled import ProgramSpec
+from jaxinfer.execution.forward import BatchSize
 from jaxinfer.models import ViTConfig, WeightFormat
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from jaxinfer.models import ViT
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbedImages(Sizes):
-    """A batch of `batch` images."""
+class EmbedImages(BatchSize):
+    """A batch of images."""
 
     program = "embed_images"
-    batch: int
 
 
 class _Static(NamedTuple):

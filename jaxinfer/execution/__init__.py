@@ -1,0 +1,1 @@
+"""How batches of any model reach its devices; read `forward.py` first."""

@@ -1,0 +1,171 @@
+"""Batches through a stateless model: padded to one of few sizes, and run by the program of that size."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.compiled import Costs, DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled.background import Turns
+from jaxinfer.sizes import powers, round_up
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSize(Sizes):
+    """A program for batches of `batch` inputs."""
+
+    batch: int
+
+
+class Forward[S: BatchSize]:
+    """The programs of a stateless model on its devices, one for each size of a batch.
+
+    Args:
+      spec: the programs. They take arrays that belong to no input, such as weights, and then arrays whose first
+        dimension is the batch.
+      max_batch: inputs of the largest batch; smaller ones have powers of two as sizes.
+      kernels: whether operations may run as kernels.
+      store: where executables are kept between processes; None: nowhere.
+      turns: as of `ProgramCache`.
+      costs: the record to which the time of each batch is added; None: none.
+
+    Attributes:
+      cache: the executables.
+      sizes: the sizes that batches are padded to, ascending, compiled or not.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec[S, Iterable[int]],
+        *,
+        max_batch: int,
+        kernels: bool = True,
+        store: ExecutableStore | None = None,
+        turns: Turns | None = None,
+        costs: Costs | None = None,
+    ):
+        self._spec, self._costs, self._time = spec, costs, DeviceTime()
+        self.cache: ProgramCache[Iterable[int]] = ProgramCache([spec], kernels=kernels, store=store, turns=turns)
+        self.sizes = powers(2, 1, max_batch)
+
+    def program(self, batch: int) -> Program:
+        """The program of this size, compiled if need be."""
+        return self.cache.get(self._spec.sizes(batch=batch))
+
+    def is_compiled(self, batch: int) -> bool:
+        """Whether the program of this size is there."""
+        return self._spec.sizes(batch=batch) in self.cache
+
+    def workspace_bytes(self, batch: int) -> int:
+        """The bytes that a batch of this size takes on top of its arguments."""
+        return self.program(batch).memory.workspace_bytes
+
+    def launch(
+        self, arguments: Sequence[Any], *inputs: Sequence[Any], sizes: Sequence[int] | None = None
+    ) -> "LaunchedBatch":
+        """Send a batch to the device, without waiting for it.
+
+        Args:
+          arguments: what belongs to no input, on the device.
+          inputs: arrays of the batch, or lists of arrays or numbers, which are padded with zeros.
+          sizes: ascending, to which it may be padded; None: all.
+
+        Raises ValueError for more inputs than the largest size.
+        """
+        batch = LaunchedBatch(self, arguments, inputs, sizes or self.sizes, self._time.clock())
+        try:
+            batch.send()
+        except Exception as error:
+            batch.check_halves(error)
+        return batch
+
+    def run(self, arguments: Sequence[Any], *inputs: Sequence[Any]) -> Any:
+        """Run a batch and wait for it, as `launch` and `LaunchedBatch.result` do."""
+        return self.launch(arguments, *inputs).result()
+
+    def record(self, batch: int, sent: float, *, at_most: bool) -> None:
+        """Add the time of a batch, whose results have just arrived, to the record."""
+        if self._costs is not None:
+            seconds = self._time.end(sent).seconds
+            self._costs.record(self._spec.name, self._spec.sizes(batch=batch).bucket, seconds, at_most=at_most)
+
+
+@dataclasses.dataclass
+class LaunchedBatch:
+    """A batch on the device; made by `Forward.launch`."""
+
+    forward: Forward[Any]
+    arguments: Sequence[Any]
+    inputs: Sequence[Sequence[Any]]
+    sizes: Sequence[int]
+    sent: float
+    outputs: Any = None
+
+    @property
+    def count(self) -> int:
+        """The number of inputs."""
+        return len(self.inputs[0])
+
+    @property
+    def size(self) -> int:
+        """The size that it is padded to."""
+        return round_up(self.count, self.sizes)
+
+    def send(self) -> None:
+        """Send the batch to the device."""
+        program = self.forward.program(self.size)
+        self.outputs = program(*self.arguments, *(_padded(x, self.size) for x in self.inputs))
+
+    def result(self) -> Any:
+        """Wait for the batch; return its outputs as arrays of the host, without those of padding.
+
+        If the device has too little memory, the batch runs in halves. Raises JaxRuntimeError if these do not fit.
+        """
+        if self.outputs is not None:
+            late = all(x.is_ready() for x in jax.tree.leaves(self.outputs))
+            try:
+                outputs = self.on_host()
+            except Exception as error:
+                self.check_halves(error)
+            else:
+                self.forward.record(self.size, self.sent, at_most=late)
+                return outputs
+        self.outputs, half = None, self.count // 2
+        log.warning("A batch of %d does not fit the device; it runs in halves.", self.count)
+        done = []
+        for part in (slice(None, half), slice(half, None)):
+            batch = dataclasses.replace(self, inputs=[x[part] for x in self.inputs])
+            batch.send()
+            done.append(batch.on_host())
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *done)
+
+    def on_host(self) -> Any:
+        """Wait for the outputs; return them as arrays of the host, without those of padding."""
+        return jax.tree.map(lambda x: np.asarray(x)[: self.count], self.outputs)
+
+    def check_halves(self, error: Exception) -> None:
+        """Raise the batch's error unless the batch may fit the device in halves."""
+        if self.count == 1 or not is_out_of_memory(error):
+            raise error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Check whether a device or the host ran out of memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def _padded(x: Sequence[Any], size: int) -> np.ndarray:
+    """Stack inputs in an array, with zeros up to the size of a program."""
+    if isinstance(x, np.ndarray) and len(x) == size:
+        return x
+    first = np.asarray(x[0])
+    padded = np.zeros((size, *first.shape), first.dtype)
+    padded[: len(x)] = x
+    return padded
