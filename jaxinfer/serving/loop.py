@@ -4,6 +4,7 @@ import abc
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 import weakref
@@ -15,7 +16,14 @@ from typing import Any
 
 from jaxinfer.compiled import Clock, Origin, close_at_exit
 from jaxinfer.futures import Event
-from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, caused, closed_error
+from jaxinfer.serving.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    DiedError,
+    OverloadedError,
+    caused,
+    closed_error,
+)
 from jaxinfer.serving.future import Desk
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket
@@ -132,6 +140,7 @@ class Loop[AnyTicket: Ticket[Any]]:
       name: the threads' name: "jaxinfer-NAME".
       lanes: names of the threads that do work.
       max_tickets: maximum number of accepted tickets; None: no limit.
+      max_line: maximum number of requests in line; None: no limit.
       statistics: counts how requests end.
       clock: time in seconds, never going back.
 
@@ -147,16 +156,18 @@ class Loop[AnyTicket: Ticket[Any]]:
         name: str,
         lanes: Sequence[str] = (),
         max_tickets: int | None = None,
+        max_line: int | None = None,
         statistics: Statistics | None = None,
         clock: Clock = time.perf_counter,
     ):
         self.statistics, self.clock = Statistics() if statistics is None else statistics, clock
-        self._decider, self._what, self._max_tickets = decider, what, max_tickets
+        self._decider, self._what, self._max_tickets, self._max_line = decider, what, max_tickets, max_line
         self.lock = threading.RLock()
         self._tickets: dict[Hashable, AnyTicket] = {}
         self._line: OrderedDict[Hashable, AnyTicket] = (
             OrderedDict()
         )  # a plain dict is slow to find its first key after many deletions
+        self._next_deadline = math.inf  # of those in line, or earlier
         self._withdrawn: SimpleQueue[AnyTicket] = SimpleQueue()
         self._closed = self._drain = False
         self._cause: BaseException | None = None  # the cause of its death, or of giving up
@@ -225,11 +236,11 @@ class Loop[AnyTicket: Ticket[Any]]:
         """Serve a request.
 
         If too many are accepted, a caller that may `block` waits here for its turn; with a reader, it waits while it
-        reads.
+        reads. A request whose deadline passes in line ends with DeadlineExceededError.
 
         Raises ClosedError, also in a forked process; DiedError; OverloadedError instead of waiting, if the caller may
-        not, or is one of the loop's own threads (a future's callback), which would wait for itself; ValueError for a
-        request that is served already; any error of the decider.
+        not, if the line is full, or in one of the loop's own threads (a future's callback), which would wait for
+        itself; ValueError for a request that is served already; any error of the decider.
         """
         self.check_process()
         with self.lock:
@@ -237,6 +248,8 @@ class Loop[AnyTicket: Ticket[Any]]:
             if ticket.future is not None:
                 ticket.future.desk = self._desk
             self._line[ticket.key] = ticket
+            if ticket.deadline is not None and self._max_tickets is not None:
+                self._next_deadline = min(self._next_deadline, ticket.deadline)
         self._news.put(None)
         if ticket.turn is not None:
             self._wait_in_line(ticket, ticket.turn)
@@ -335,7 +348,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._decider.check(ticket, self.clock())
         if self._max_tickets is None or self.num_tickets < self._max_tickets:
             return
-        if not block or threading.current_thread() in self._threads:
+        full = self._max_line is not None and len(self._line) >= self._max_line
+        if full or not block or threading.current_thread() in self._threads:
             raise OverloadedError(
                 f"{self.num_tickets} requests are in flight already, and the limit ({self._max_tickets}) allows no "
                 "more; try later.",
@@ -348,6 +362,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         """Accept requests while there is room, and withdraw those that are not wanted any more."""
         while self._line and (self._max_tickets is None or len(self._tickets) < self._max_tickets):
             self._accept(self._line.popitem(last=False)[1])
+        if self.clock() >= self._next_deadline:
+            self._end_late()
         with contextlib.suppress(Empty):
             while True:
                 future = self._desk.given_up.get_nowait()
@@ -357,6 +373,19 @@ class Loop[AnyTicket: Ticket[Any]]:
         with contextlib.suppress(Empty):
             while True:
                 self._withdraw(self._withdrawn.get_nowait())
+
+    def _end_late(self) -> None:
+        """End the requests in line whose deadline has passed."""
+        now = self.clock()
+        for ticket in [t for t in self._line.values() if t.deadline is not None and t.deadline <= now]:
+            del self._line[ticket.key]
+            error = DeadlineExceededError("The deadline passed before the request began.")
+            self._count(ticket, error, now)
+            ticket.end(error)
+            if ticket.turn is not None:
+                ticket.turn.set()
+        deadlines = [t.deadline for t in self._line.values() if t.deadline is not None]
+        self._next_deadline = min(deadlines, default=math.inf)
 
     def _withdraw(self, ticket: AnyTicket) -> None:
         if self._line.get(ticket.key) is ticket:  # exceeds `max_tickets`, but only to end at once
@@ -457,7 +486,8 @@ class Loop[AnyTicket: Ticket[Any]]:
     def _sleep(self) -> None:
         with self.lock:
             until = self._decider.next_time
-        seconds = None if until is None else until - self.clock()
+            until = min(math.inf if until is None else until, self._next_deadline)
+        seconds = None if until == math.inf else until - self.clock()
         with contextlib.suppress(Empty):
             if seconds is None or seconds > 0:
                 self._news.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))

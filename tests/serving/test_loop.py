@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import given, settings
@@ -193,6 +193,37 @@ def test_callers_stand_in_line(start):
         thread.join(PATIENCE)
     assert first.result(PATIENCE) == 0
     assert sorted(future.result(PATIENCE) for future in found) == [1, 2]
+
+
+def test_a_line_has_an_end(start):
+    loop, held = start(max_tickets=1, max_line=1), Held()
+    first = ask(loop, Item(0, held))
+    assert held.begun.wait(PATIENCE)
+    second = Item(1, reader=Reader())
+    second.reader.loop = asyncio.new_event_loop()
+    loop.submit(second, block=True)
+    with pytest.raises(OverloadedError, match="2 requests are in flight already"):
+        loop.submit(Item(2), block=True)
+    held.go.set()
+    assert first.result(PATIENCE) == 0
+    second.reader.loop.close()
+
+
+def test_a_deadline_that_passes_in_line_ends_the_request(start):
+    """Its caller waits no longer, though nothing else happens."""
+    loop, held = start(max_tickets=1), Held()
+    first = ask(loop, Item(0, held))
+    assert held.begun.wait(PATIENCE)
+    late, later = (Item(number, deadline=loop.clock() + seconds) for number, seconds in ((1, 0.05), (2, 3600)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, loop, later, block=True)
+        future = ask(loop, late, block=True)
+        with pytest.raises(DeadlineExceededError, match="The deadline passed before the request began"):
+            future.result(PATIENCE)
+        held.go.set()
+        assert first.result(PATIENCE) == 0
+        assert waiting.result(PATIENCE).result(PATIENCE) == 2
+    assert (loop.statistics.answered, loop.statistics.shed) == (2, 1)
 
 
 def test_a_callback_cannot_wait_for_itself(start):

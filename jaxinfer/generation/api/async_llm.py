@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
-from jaxinfer.fields import AtLeast1, check
+from jaxinfer.fields import AtLeast1, NotNegative, SizeOrZero, check
 from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
@@ -27,6 +27,7 @@ from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.lifecycle import check_timeout
+from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
 from jaxinfer.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
@@ -39,6 +40,7 @@ class AsyncLLM(EngineHolder):
     Args:
       path: a model directory, or what stands for one, as in `LLM`; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
+      max_waiting: how many callers may wait so; more are refused with OverloadedError. None: any number.
       compile_ahead: whether all programs are compiled before it takes requests, as servers and benchmarks want it, so
         that no request waits for one.
       trust_request_chat_template: whether `chat` takes the text of a template, which is code, from its callers.
@@ -69,12 +71,14 @@ class AsyncLLM(EngineHolder):
         path: str | Path,
         *,
         max_requests: int = 1024,
+        max_waiting: int | None = None,
         compile_ahead: bool = False,
         trust_request_chat_template: bool = False,
         progress: ProgressOption = None,
         **options: Unpack[LoadOptions],
     ):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
+        max_waiting = check("AsyncLLM.max_waiting", max_waiting, SizeOrZero | None)
         compile_ahead = check("AsyncLLM.compile_ahead", compile_ahead, bool)
         self._trusts_templates = check("AsyncLLM.trust_request_chat_template", trust_request_chat_template, bool)
         with showing(progress), long_work(f"loading {path}"):
@@ -82,7 +86,7 @@ class AsyncLLM(EngineHolder):
             if compile_ahead:
                 self.engine.compile_ahead()
         self._preparation = Preparation()
-        self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
+        self._loop = RequestDecider(self.engine, max_requests=max_requests, max_waiting=max_waiting).loop
         self._loop.stop_when_dropped(self)
 
     def prepare(
@@ -123,26 +127,35 @@ class AsyncLLM(EngineHolder):
         prompt: Prompt | Request,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        deadline: float | None = None,
     ) -> "OutputStream":
         """Generate a continuation. Iterate over outputs or text with `async for`, or await the final output.
 
-        A `request_id` names the request for `abort` and in its outputs; no other in flight may have it.
+        Args:
+          prompt: the prompt.
+          sampling_params: how to continue it; None: as in `SamplingParams.from_model`.
+          request_id: names the request for `abort` and in its outputs; no other in flight may have it.
+          deadline: seconds from the first reading within which it must have ended, the time that it waits included.
+            Then it is given up, and reading raises DeadlineExceededError, whose `output` is what there is; None: any.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
-        ValueError for an invalid prompt. If the reading task is cancelled, or closes or drops the stream, the request
-        is given up.
+        ValueError for an invalid prompt, and OverloadedError if `max_waiting` requests wait. If the reading task is
+        cancelled, or closes or drops the stream, the request is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
-        return self._stream(lambda: self._sequences(prompt, sampling_params, request_id))
+        return self._stream(lambda: self._sequences(prompt, sampling_params, request_id), deadline)
 
     def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        deadline: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> "OutputStream":
-        """Generate the next message like `LLM.chat`, streamed like `generate`.
+        """Generate the next message like `LLM.chat`, streamed like `generate`, whose `deadline` it takes.
 
         Chat templates run in a process of their own, which may take 5 s and 256 MB more than at its start.
 
@@ -166,7 +179,7 @@ class AsyncLLM(EngineHolder):
         async def sequences() -> list[TokenSequence]:
             return await self._sequences(await self._prepare(kind, encode), params, request_id)
 
-        return self._stream(sequences)
+        return self._stream(sequences, deadline)
 
     async def embed(
         self,
@@ -175,6 +188,7 @@ class AsyncLLM(EngineHolder):
         adapter: str | None = None,
         prompt: str | None = None,
         truncate: bool = True,
+        deadline: float | None = None,
     ) -> np.ndarray:
         """Embed texts as `Embedder.embed` does: float32 [texts, D].
 
@@ -183,15 +197,20 @@ class AsyncLLM(EngineHolder):
           adapter: as in `Embedder.embed`.
           prompt: as in `Embedder.embed`.
           truncate: as in `Embedder.embed`.
+          deadline: seconds within which all must have ended; None: any.
 
-        Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
+        Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails;
+        OverloadedError if `max_waiting` requests wait; DeadlineExceededError.
         """
+        until = self._until(deadline)
         width = self.model.transformer.output_width
         options = {"adapter": adapter, "prompt": prompt, "truncate": truncate}
         prepare = functools.partial(pooling_requests, self.engine, as_list(texts), **options)
         requests = await self._prepare(Kind.PROMPT, prepare)
         reader = Reader()
-        pending = [RequestTicket(request.sequences(), owner=self, reader=reader) for request in requests]
+        pending = [
+            RequestTicket(request.sequences(), owner=self, reader=reader, deadline=until) for request in requests
+        ]
         vectors = []
         with self._running(*pending):
             for index, request in enumerate(pending):
@@ -217,14 +236,25 @@ class AsyncLLM(EngineHolder):
             kind = Kind.GRAMMAR if quick else Kind.SLOW_GRAMMAR
         return await self._prepare(kind, lambda: self.prepare(prompt, params, request_id).sequences())
 
-    def _stream(self, sequences: Callable[[], Awaitable[list[TokenSequence]]]) -> "OutputStream":
+    def _stream(
+        self, sequences: Callable[[], Awaitable[list[TokenSequence]]], deadline: float | None
+    ) -> "OutputStream":
         reader = Reader()
-        return OutputStream(self._snapshots(sequences, reader), reader)
+        return OutputStream(self._snapshots(sequences, reader, _checked(deadline)), reader)
+
+    def _until(self, deadline: float | None) -> float | None:
+        """Return when a deadline that begins now passes, on the loop's clock. Raises ValueError."""
+        deadline = _checked(deadline)
+        return None if deadline is None else self._loop.clock() + deadline
 
     async def _snapshots(
-        self, sequences: Callable[[], Awaitable[list[TokenSequence]]], reader: Reader[RequestSnapshot]
+        self,
+        sequences: Callable[[], Awaitable[list[TokenSequence]]],
+        reader: Reader[RequestSnapshot],
+        deadline: float | None,
     ) -> AsyncGenerator[RequestSnapshot]:
-        pending, seen = RequestTicket(await sequences(), owner=self, reader=reader), None
+        until, seen = self._until(deadline), None
+        pending = RequestTicket(await sequences(), owner=self, reader=reader, deadline=until)
         with self._running(pending):
             while pending.outcome is None:
                 await reader.wait()
@@ -260,12 +290,19 @@ class AsyncLLM(EngineHolder):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        deadline: float | None = None,
         block: bool = True,
     ) -> Future[RequestOutput]: ...
 
     @overload
     def submit(
-        self, prompt: Prompt, sampling_params: PoolingParams, request_id: str | None = None, *, block: bool = True
+        self,
+        prompt: Prompt,
+        sampling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        deadline: float | None = None,
+        block: bool = True,
     ) -> Future[np.ndarray]: ...
 
     def submit(
@@ -274,19 +311,28 @@ class AsyncLLM(EngineHolder):
         sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
+        deadline: float | None = None,
         block: bool = True,
     ) -> Future[Any]:
         """Generate, or embed with PoolingParams, from any thread. Cancel the future to cancel.
 
+        Args:
+          prompt: as in `generate`.
+          sampling_params: as in `generate`.
+          request_id: as in `generate`.
+          deadline: seconds within which it must have ended; else the future's error is a DeadlineExceededError.
+          block: whether to wait while `max_requests` are in flight, or to raise OverloadedError.
+
         The future's callbacks run in a thread of the engine, one after the other: one that blocks delays other
         callbacks, but no results.
 
-        While `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
-        `generate` instead.
+        A coroutine should `generate` instead.
 
-        Raises ValueError for an invalid prompt.
+        Raises ValueError for an invalid prompt; OverloadedError also if `max_waiting` requests wait.
         """
-        ticket = RequestTicket(self.prepare(prompt, sampling_params, request_id).sequences(), owner=self)
+        until = self._until(deadline)
+        sequences = self.prepare(prompt, sampling_params, request_id).sequences()
+        ticket = RequestTicket(sequences, owner=self, deadline=until)
         return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:
@@ -298,6 +344,11 @@ class AsyncLLM(EngineHolder):
     def num_requests(self) -> int:
         """The number of unfinished requests, running or waiting."""
         return self._loop.num_tickets
+
+    @property
+    def statistics(self) -> Statistics:
+        """How requests have ended, and the number of steps."""
+        return self._loop.statistics
 
     @property
     def is_running(self) -> bool:
@@ -385,3 +436,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         """Give the request up, unless it has ended."""
         await self._snapshots.aclose()
+
+
+def _checked(deadline: object) -> float | None:
+    return check("deadline", deadline, NotNegative | None)

@@ -1,6 +1,7 @@
 """The decider of an engine's loop: steps the engine while there are requests, one step at a time."""
 
 import functools
+import heapq
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +14,9 @@ from jaxinfer.serving.ticket import tell_readers
 
 log = logging.getLogger(__name__)
 
+MANY = 1024
+"""Deadlines of requests that have ended, beyond which they are forgotten together."""
+
 
 class RequestDecider(Decider[RequestTicket]):
     """Steps an engine in its loop's thread.
@@ -22,26 +26,46 @@ class RequestDecider(Decider[RequestTicket]):
     wait for the programs that they need together; later ones for each program that a step needs. All others are
     compiled in the background once the first request has its answer.
 
+    A request whose deadline passes ends with the step that runs then.
+
     Attributes:
-      loop: the loop, which serves at most `max_requests` at a time.
+      loop: the loop, which serves at most `max_requests` at a time while at most `max_waiting` wait (None: any number).
     """
 
-    def __init__(self, engine: Engine, *, max_requests: int):
+    def __init__(self, engine: Engine, *, max_requests: int, max_waiting: int | None = None):
         self._engine = engine
         self._arrived: list[RequestTicket] = []  # not in the engine yet
         self._aborts: list[RequestTicket] = []
+        self._deadlines: list[tuple[float, str]] = []  # a heap, with the keys of tickets, which may have ended
         self._interrupted = self._compiles_others = False
-        self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests)
+        self.loop = Loop(
+            self, what="This AsyncLLM", name="engine", max_tickets=max_requests, max_line=max_waiting
+        )
         self.loop.start()
 
     # The protocol of a decider
 
     def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)
+        if ticket.deadline is not None:
+            heapq.heappush(self._deadlines, (ticket.deadline, ticket.key))
 
     def poll(self, now: float) -> Sequence[Work]:
+        self._give_up_late(now)
         arrived, aborts, self._arrived, self._aborts = self._arrived, self._aborts, [], []
         return [Work(functools.partial(self._step, arrived, aborts))] if self.loop.tickets else ()
+
+    def _give_up_late(self, now: float) -> None:
+        """Give up the requests whose deadline has passed."""
+        tickets = self.loop.tickets
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, key = heapq.heappop(self._deadlines)
+            if (ticket := tickets.get(key)) is not None and ticket.deadline == deadline:
+                ticket.late = True
+                self._aborts.append(ticket)
+        if len(self._deadlines) > 2 * len(tickets) + MANY:
+            self._deadlines = [(t.deadline, t.key) for t in tickets.values() if t.deadline is not None]
+            heapq.heapify(self._deadlines)
 
     def done(self, done: Done) -> None:
         self.loop.statistics.batches += 1

@@ -7,7 +7,7 @@ import numpy as np
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
-from jaxinfer.serving.errors import FailedError
+from jaxinfer.serving.errors import DeadlineExceededError, FailedError, ServingError, with_output
 from jaxinfer.serving.ticket import Reader, Ticket
 
 
@@ -16,13 +16,21 @@ class RequestTicket(Ticket[Any]):
 
     Attributes:
       sequences: its completions, which belong to the engine's thread.
+      late: whether its deadline has passed before all of them had ended.
     """
 
     key: str
 
-    def __init__(self, sequences: list[Sequence], *, owner: object, reader: Reader[RequestSnapshot] | None = None):
-        super().__init__(sequences[0].request_id, owner=owner, reader=reader)
-        self.sequences = sequences
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        *,
+        owner: object,
+        reader: Reader[RequestSnapshot] | None = None,
+        deadline: float | None = None,
+    ):
+        super().__init__(sequences[0].request_id, owner=owner, reader=reader, deadline=deadline)
+        self.sequences, self.late = sequences, False
         self._view = None if sequences[0].request.pooling else RequestView(sequences)
         self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
 
@@ -42,9 +50,12 @@ class RequestTicket(Ticket[Any]):
         self.reader.newest = self._view.snapshot()
         return True
 
-    def result(self) -> RequestOutput | RequestSnapshot | np.ndarray | FailedError:
+    def result(self) -> RequestOutput | RequestSnapshot | np.ndarray | ServingError:
         """The outcome of a request whose completions have ended."""
         snapshot = None if self._view is None else self._view.snapshot()
+        if self.late and any(sequence.finish_reason is FinishReason.ABORT for sequence in self.sequences):
+            error = DeadlineExceededError("The deadline passed before the request had ended.")
+            return with_output(error, snapshot and snapshot.output())
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
                 return FailedError(str(sequence.error), snapshot and snapshot.output())

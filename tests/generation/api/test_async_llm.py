@@ -29,7 +29,7 @@ from jaxinfer.generation.api.preparation import Kind
 from jaxinfer.generation.engine import ticket as engine_ticket
 from jaxinfer.generation.engine import view
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
+from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import SMALL, SMALL_BYTES
@@ -778,6 +778,45 @@ def test_a_full_inbox_holds_callers_up_in_their_order(llm, short_outputs, start,
     assert tokens_of(served.submit(prompts[5], SHORT, block=False).result(PATIENCE)) == expected[5]
     assert len(set(aborted)) == 1
     assert [ids for ids in added if ids != prompts[4]] == [prompts[i] for i in (0, 1, 2, 3, 5)]
+
+
+def test_a_deadline_ends_a_request_with_what_there_is(llm, short_outputs, start, gate):
+    (prompt, other, *_), (expected, others, *_) = short_outputs
+    served = start(max_requests=2)
+
+    async def main():
+        late, in_line = served.generate(prompt, SHORT, deadline=0.5), served.generate("c", SHORT, deadline=0.5)
+        task = asyncio.create_task(late.final())
+        future = await asyncio.to_thread(served.submit, other, SHORT, deadline=3600.0)
+        await asyncio.to_thread(gate.entered.wait, PATIENCE)
+        with pytest.raises(DeadlineExceededError, match="before the request began"):
+            await in_line.final()
+        gate.open(TO_FIRST_OUTPUT)
+        gate.open()
+        with pytest.raises(DeadlineExceededError, match="before the request had ended") as error:
+            await task
+        (tokens,) = tokens_of(error.value.output)
+        assert len(tokens) < SHORT.max_tokens
+        assert tokens == expected[0][: len(tokens)]
+        assert tokens_of(await asyncio.wrap_future(future)) == others
+
+    asyncio.run(main())
+    assert (served.statistics.answered, served.statistics.shed) == (1, 2)
+    with pytest.raises(ValueError, match="deadline must be a finite number >= 0, got nan"):
+        served.generate("a", deadline=float("nan"))
+
+
+def test_a_full_line_refuses_tasks_and_threads(short_outputs, start, gate):
+    (prompt, *_), (expected, *_) = short_outputs
+    served = start(max_requests=1, max_waiting=0)
+    first = served.submit(prompt, SHORT)
+    assert gate.entered.wait(PATIENCE)
+    with pytest.raises(OverloadedError, match="1 requests are in flight already"):
+        served.submit("b", SHORT)
+    with pytest.raises(OverloadedError):
+        asyncio.run(served.generate("b", SHORT).final())
+    gate.open()
+    assert tokens_of(first.result(PATIENCE)) == expected
 
 
 def test_the_engines_own_thread_never_waits_for_itself(start, gate):
