@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.otas.setting import BY_WORTH, INFAAS
+from benchmarks.otas.setting import BY_WORTH, INFAAS, OURS
 from benchmarks.otas.tables import Rows, cell_of
 from benchmarks.otas.virtual import SHOWN
 from benchmarks.report import caption
@@ -19,7 +19,10 @@ MODEL = "examples/elastic_vit"
 
 
 def draw_all(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the figures for which a result has rows: of the setting, and of cells, some of these over time."""
+    """Write the figures for which a result has rows: of the setting, and of cells, some of these over time.
+
+    In the figures of cells all policies batch as ours does.
+    """
     rows = result["rows"]
     for row in (row for row in rows if row["figure"] == "setting"):
         profile, source = _profile(row), caption(result, f"{MODEL}, measured")
@@ -27,8 +30,12 @@ def draw_all(result: Mapping[str, Any], folder: Path) -> None:
         write_figure(folder / "batches.svg", plots.draw_batches(profile, source))
         for cell in SHOWN:
             cells = (row for row in rows if row["figure"] == "virtual" and cell_of(row) == cell)
-            policies = [row for row in cells if not row["policy"].endswith(BY_WORTH)]
-            if policies:
+            policies = [
+                {**row, "policy": row["policy"].removesuffix(BY_WORTH)}
+                for row in cells
+                if row["policy"] == OURS or row["policy"].endswith(BY_WORTH)
+            ]
+            if len(policies) > 1:
                 _draw_policies(policies, profile.levels, caption(result, _load(*cell[:2])), folder / cell.trace)
     notes = [row["text"] for row in rows if row["figure"] == "note"]
     for row in (row for row in rows if row["figure"] == "shown"):

@@ -47,10 +47,9 @@ class ImageEngine:
         self._origin.check()
         vectors, running = [], None
         for batch in self._batches(images):
-            launched = self._launch(batch)
             if running is not None:
                 vectors.append(running.result())
-            running = launched
+            running = self._launch(batch)
         if running is not None:
             vectors.append(running.result())
         self._costs.save(every=SAVE_SECONDS)

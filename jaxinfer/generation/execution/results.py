@@ -84,6 +84,9 @@ def _prompt_logprobs(chunk: Chunk, logprobs: Logprobs, index: int, top: int) -> 
 
 def read_decode(batch: Batch, output: DecodeOutput, places: Ordered[int]) -> list[SequenceOutput]:
     """Read the results of `decode` for each row. places: of the rows in the results."""
+    if output.logprobs is output.experts is None and not batch.num_speculative_tokens:  # nearly always
+        all_tokens, counts = output.tokens.tolist(), output.produced.tolist()
+        return [SequenceOutput(all_tokens[index][: counts[index]]) for index in places]
     results = []
     columns = [x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted)]
     rows = list(zip(*columns, strict=True))
