@@ -147,7 +147,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
     service = stack.enter_context(Service.from_checkpoint(vit, repository=registered, **service_options))
     service.measure_latency()
     system = stack.enter_context(System(config(board, ["c0"]), profiles=AnyProfiles()))
-    one = SamplingParams(max_tokens=1)
+    one, prompt, hello = SamplingParams(max_tokens=1), {"prompt": [7]}, [{"role": "user", "content": "hi"}]
     beams = {"beam_width": 1, "max_tokens": 1}
 
     def load(**options):
@@ -167,10 +167,13 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
         "LLM.stream": lambda **o: list(llm.stream(**{"prompts": [[7]]} | o, sampling_params=one)),
         "AsyncLLM": lambda **o: AsyncLLM(model_dir, max_batch=1, context=32, **o).close(),
         "AsyncLLM.close": lambda **o: AsyncLLM(model_dir, max_batch=1, context=32).close(**o),
-        "AsyncLLM.embed": lambda **o: asyncio.run(served.embed(**o)),
-        "AsyncLLM.generate": lambda **o: asyncio.run(served.generate(**o, sampling_params=one).final()),
+        "AsyncLLM.chat": lambda **o: asyncio.run(served.chat(hello, one, **o).final()),
+        "AsyncLLM.embed": lambda **o: asyncio.run(served.embed(**{"texts": [[7]]} | o)),
+        "AsyncLLM.generate": lambda **o: asyncio.run(
+            served.generate(**{"prompt": [7]} | o, sampling_params=one).final()
+        ),
         "AsyncLLM.prepare": served.prepare,
-        "AsyncLLM.submit": lambda **o: served.submit(**o, sampling_params=one).result(),
+        "AsyncLLM.submit": lambda **o: served.submit(**prompt | o, sampling_params=one).result(),
         "BeamSearchParams": lambda **o: llm.beam_search([[7]], BeamSearchParams(**beams | o)),
         "Embedder": lambda **o: Embedder(encoder, **{"max_batch": 1} | o).close(),
         "Embedder.close": lambda **o: Embedder(encoder, max_batch=1).close(**o),

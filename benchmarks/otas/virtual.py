@@ -136,7 +136,7 @@ def _simulate_cell(
 
 
 def shown(report: Report, setting: Setting, *, queries: int) -> None:
-    """Simulate one run of all policies, which batch as `elastic` does, in the cells of `SHOWN`, for figures over time."""
+    """Simulate one run of all policies in the cells of `SHOWN`, for figures over time. All batch as `elastic` does."""
     names = [name for name in setting.contenders if name == OURS or name.endswith(BY_WORTH)]
     for cell in track(SHOWN, "simulated"):
         drawn = setting.queries(cell, seed=0, count=queries)

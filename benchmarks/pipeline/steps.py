@@ -62,7 +62,7 @@ def decode(llm: LLM, prompts: Ordered[list[int]], passes: int, stride: Stride) -
         engine.step(1)
     stages = executor.state.layout.num_stages
     batch = dataclasses.replace(engine.scheduler.schedule(1), passes=passes, micro_batches=stages)
-    commands = [_with_stride(command, stride, stages) for command in executor.commands(batch)]
+    commands = [_with_stride(command, stride, stages) for command in executor.commands(batch, [batch])]
     seconds, output = _take(executor, batch, commands)
     _end(llm, sequences)
     return Steps(seconds, [list(row.token_ids) for row in output.outputs], _ticks(executor))
@@ -75,7 +75,7 @@ def read_prompt(llm: LLM, prompt: list[int]) -> Steps:
     seconds, count = 0.0, 0
     while not tokens:
         batch = engine.scheduler.schedule(1)
-        step, output = _take(executor, batch, executor.commands(batch))
+        step, output = _take(executor, batch, executor.commands(batch, [batch]))
         seconds, count = seconds + step, count + 1
         tokens = [token for part in output.outputs for token in part.token_ids]
         if not tokens:

@@ -14,6 +14,9 @@ from jaxinfer.sizes import powers, round_up
 
 log = logging.getLogger(__name__)
 
+type Inputs = np.ndarray | Sequence[Any]
+"""An array whose first dimension is the batch, or a list of arrays or numbers."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSize(Sizes):
@@ -58,21 +61,19 @@ class Forward[S: BatchSize]:
         return self.cache.get(self._spec.sizes(batch=batch))
 
     def is_compiled(self, batch: int) -> bool:
-        """Whether the program of this size is there."""
+        """Check whether the program of this size is there."""
         return self._spec.sizes(batch=batch) in self.cache
 
     def workspace_bytes(self, batch: int) -> int:
         """The bytes that a batch of this size takes on top of its arguments."""
         return self.program(batch).memory.workspace_bytes
 
-    def launch(
-        self, arguments: Sequence[Any], *inputs: Sequence[Any], sizes: Sequence[int] | None = None
-    ) -> "LaunchedBatch":
+    def launch(self, arguments: Sequence[Any], *inputs: Inputs, sizes: Sequence[int] | None = None) -> "LaunchedBatch":
         """Send a batch to the device, without waiting for it.
 
         Args:
           arguments: what belongs to no input, on the device.
-          inputs: arrays of the batch, or lists of arrays or numbers, which are padded with zeros.
+          inputs: what the batch consists of, padded with zeros.
           sizes: ascending, to which it may be padded; None: all.
 
         Raises ValueError for more inputs than the largest size.
@@ -84,7 +85,7 @@ class Forward[S: BatchSize]:
             batch.check_halves(error)
         return batch
 
-    def run(self, arguments: Sequence[Any], *inputs: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[Any], *inputs: Inputs) -> Any:
         """Run a batch and wait for it, as `launch` and `LaunchedBatch.result` do."""
         return self.launch(arguments, *inputs).result()
 
@@ -101,7 +102,7 @@ class LaunchedBatch:
 
     forward: Forward[Any]
     arguments: Sequence[Any]
-    inputs: Sequence[Sequence[Any]]
+    inputs: Sequence[Inputs]
     sizes: Sequence[int]
     sent: float
     outputs: Any = None
@@ -161,7 +162,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _padded(x: Sequence[Any], size: int) -> np.ndarray:
+def _padded(x: Inputs, size: int) -> np.ndarray:
     """Stack inputs in an array, with zeros up to the size of a program."""
     if isinstance(x, np.ndarray) and len(x) == size:
         return x

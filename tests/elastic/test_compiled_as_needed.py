@@ -238,7 +238,7 @@ def test_a_program_whose_memory_is_not_there_is_not_used(opened, compiler, monke
 
 
 UNCLOSED = """
-import os, sys, threading, time
+import atexit, os, sys, threading, time
 import jaxinfer.compiled.spec as spec
 from jaxinfer.elastic import Service
 from tests.elastic.vits import stripes
@@ -263,7 +263,9 @@ if sys.argv[3] == "fork":
             service.classify(stripes(1).images, "stripes")
         except RuntimeError as error:
             print("forked" if "was forked" in str(error) else error, flush=True)
-        sys.exit(3)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        os._exit(3)  # XLA's own end may crash where its threads are missing
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 if sys.argv[3] == "interrupt":
     raise KeyboardInterrupt

@@ -68,9 +68,9 @@ TOKENS = st.one_of(
 
 
 def marked(ids: list[int]) -> list[int]:
-    """The tokens, with a replacement character for each byte that is in no character."""
+    """The tokens that have text, with a replacement character for each byte that is in no character."""
     marked, run = [], b""
-    for token in [*ids, None]:
+    for token in [*(token for token in ids if token >= BYTE), None]:
         if token is not None and BYTE <= token < WORD:
             run += bytes([token - BYTE])
             continue
@@ -89,6 +89,7 @@ def test_prompt_and_text_are_the_text_of_all_tokens(words, prompt, ids):
     assert words.decode(prompt) + "".join(pieces(words, prompt, ids)) == words.decode(prompt + marked(ids))
 
 
+@example([in_bytes("é")[0], 0, in_bytes("é")[1]])  # a special token, which has no text, parts no character
 @given(st.lists(TOKENS, max_size=12))
 def test_without_a_prompt_it_is_the_text_of_the_tokens(words, ids):
     assert "".join(pieces(words, [], ids)) == words.decode(marked(ids))

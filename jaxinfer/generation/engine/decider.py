@@ -38,9 +38,7 @@ class RequestDecider(Decider[RequestTicket]):
         self._aborts: list[RequestTicket] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap, with the keys of tickets, which may have ended
         self._interrupted = self._compiles_others = False
-        self.loop = Loop(
-            self, what="This AsyncLLM", name="engine", max_tickets=max_requests, max_line=max_waiting
-        )
+        self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests, max_line=max_waiting)
         self.loop.start()
 
     # The protocol of a decider

@@ -12,7 +12,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.text import Tokenizer
-from tests.generation.test_text_stream import byte_fallback, in_bytes
+from tests.text.test_text_stream import byte_fallback, in_bytes
 
 
 @pytest.fixture(scope="module")

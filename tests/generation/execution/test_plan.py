@@ -16,6 +16,8 @@ from jaxinfer.models.devices import build_mesh
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
+from tests.tiny import CONFIG as TINY
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[3]
 CONFIG = EngineConfig(max_batch=4, context=64, page_size=8, chunk_size=8, token_budget=32)
@@ -44,9 +46,10 @@ def values(x):
 
 
 @pytest.mark.parametrize("way", Way)
-def test_a_plan_is_plain_data(model_dir, way):
+def test_a_plan_is_plain_data(tmp_path, way):
     mesh = build_mesh(MeshConfig(pipeline=2) if way is Way.RING else None, None)[0]
-    opened = open_model(model_dir, mesh=mesh)
+    folder = save_tiny(tmp_path / "four", config=dataclasses.replace(TINY, layers=4))
+    opened = open_model(folder, mesh=mesh)
     memory = MemoryConfig(weights="host" if way is Way.CHAIN else "device")
     plan = Plan.of_model(opened, CONFIG, num_pages=9, placement=plan_placement(opened, CONFIG, memory))
     assert plan.way is way
