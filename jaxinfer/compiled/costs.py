@@ -188,8 +188,8 @@ class CostTable:
     def mean(self, name: str, /, **sizes: int) -> float | None:
         """The mean of `for_sizes`, without the cost of merging histograms."""
         matching = self._match(name, sizes)
-        weight = sum(cost.weight for cost in matching)
-        return sum(cost.seconds for cost in matching) / weight if weight else None
+        weight = sum([cost.weight for cost in matching])
+        return sum([cost.seconds for cost in matching]) / weight if weight else None
 
     def fit(
         self, name: str, over: str, by: Literal["mean", "p50", "p95"] = "mean", /, **sizes: int

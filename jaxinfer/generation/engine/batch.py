@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -133,7 +133,7 @@ class Batch:
             joined=lanes,
         )
 
-    @property
+    @functools.cached_property
     def lanes(self) -> tuple["Batch", ...]:
         """The step of each lane, in their order."""
         return self.joined or (self,)
@@ -155,16 +155,16 @@ class Batch:
     @functools.cached_property
     def sequences(self) -> list[Sequence]:
         """All sequences that the step runs, each once."""
-        return list(dict.fromkeys(part.sequence for part in self.parts))
+        return list(dict.fromkeys([part.sequence for part in self.parts]))
 
-    def growth(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Yield the fewest and the most tokens that each sequence gets, unless something ends it."""
+    @functools.cached_property
+    def growth(self) -> list[tuple[Sequence, int, int]]:
+        """The fewest and the most tokens that each sequence gets, unless something ends it."""
+        growth = [(chunk.sequence, 1, 1) for lane in self.lanes for chunk in lane.chunks if chunk.last]
         for lane in self.lanes:
-            for chunk in lane.chunks:
-                if chunk.last:
-                    yield chunk.sequence, 1, 1
-            for row in lane.rows:
-                yield row.sequence, lane.passes, lane.passes * (1 + lane.num_speculative_tokens)
+            least, most = lane.passes, lane.passes * (1 + lane.num_speculative_tokens)
+            growth += [(row.sequence, least, most) for row in lane.rows]
+        return growth
 
 
 class SequenceOutput(NamedTuple):

@@ -266,7 +266,7 @@ class DecoderScheduler:
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if step.chunks or step.decoding else (),
             chunks=tuple(step.chunks),
-            rows=tuple(self._row(allocation, speculative) for allocation in step.decoding),
+            rows=tuple([self._row(allocation, speculative) for allocation in step.decoding]),
             passes=passes,
             num_speculative_tokens=speculative,
             micro_batches=chosen.micro_batches,
@@ -387,7 +387,7 @@ class DecoderScheduler:
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
         find = self._allocations.get
-        for sequence, least, most in batch.growth():
+        for sequence, least, most in batch.growth:
             if allocation := find(sequence):
                 allocation.min_in_flight += sign * least
                 allocation.max_in_flight += sign * most
@@ -517,15 +517,15 @@ def choose_passes(
     As many as the rows with most to come can use, and every lane has pages for; one plain pass beside chunks, and for
     rows whose bitmask changes with each token.
     """
-    rows = max(len(step.decoding) for step in steps)
-    if any(step.chunks for step in steps) or not rows:
+    rows = max([len(step.decoding) for step in steps])
+    if [step for step in steps if step.chunks] or not rows:
         return ChosenPasses()
     micro_batches = lanes[0].micro_batches(rows)
-    if any(lane.needs_host_sync for lane in lanes):
+    if [lane for lane in lanes if lane.needs_host_sync]:
         return ChosenPasses(micro_batches=micro_batches)
     pairs = list(zip(lanes, steps, strict=True))
-    passes = max(lane.useful_passes(step, rows, micro_batches, max_passes) for lane, step in pairs)
-    passes = min(lane.possible_passes(step, passes) for lane, step in pairs)
+    passes = max([lane.useful_passes(step, rows, micro_batches, max_passes) for lane, step in pairs])
+    passes = min([lane.possible_passes(step, passes) for lane, step in pairs])
     return ChosenPasses(passes, speculates=True, micro_batches=micro_batches)
 
 

@@ -147,7 +147,7 @@ class BaseExecutor[Buckets]:
 
     def _is_late(self, outputs: Any) -> bool:
         """Return whether a step's results had come before they are waited for, while the host did something else."""
-        return bool(self.depth) and all(array.is_ready() for array in jax.tree.leaves(outputs))
+        return bool(self.depth) and not [x for x in jax.tree.leaves(outputs) if not x.is_ready()]
 
     def _seconds(self, step: InFlightStep) -> float:
         """Return how long a step took whose results have just arrived, as `Costs` defines it."""

@@ -80,7 +80,7 @@ class Packer:
         sizes, used = self._sizes(batch)
         places = [sizes.places(len(lane.rows), used) for lane in lanes]
         bitmask, schedule = None, None
-        if any(part.bitmask is not None for part in batch.parts):
+        if [part for part in batch.parts if part.bitmask is not None]:
             bitmask = np.concatenate([self._bitmask(*lane, sizes) for lane in zip(lanes, places, strict=True)])
         if (stages := self.layout.num_stages) > 1:
             numbers = used, batch.passes, queued_stride(stages, used)
@@ -99,7 +99,7 @@ class Packer:
     def _sizes(self, batch: Batch) -> tuple[Pass, int]:
         """The sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
         buckets, stages = self.buckets, self.layout.num_stages
-        chunks, rows = (max(map(len, parts)) for parts in zip(*((x.chunks, x.rows) for x in batch.lanes), strict=True))
+        chunks, rows = max([len(lane.chunks) for lane in batch.lanes]), max([len(lane.rows) for lane in batch.lanes])
         pages = round_up(max([len(part.pages) for part in batch.parts]), buckets.page_tables)
         speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
         if stages > 1 and chunks:

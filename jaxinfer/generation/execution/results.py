@@ -29,11 +29,11 @@ def split_lanes[T: PrefillOutput | DecodeOutput](output: T, lanes: int, stages: 
 
 def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
     """Drop the results that no sequence of the batch has asked for: they stay on the device."""
-    params = [sequence.params for sequence in batch.sequences]
+    params = [sequence.request.params for sequence in batch.sequences]
     sampling = [p for p in params if isinstance(p, SamplingParams)]
-    asked = {
-        "logprobs": any(p.logprobs is not None for p in sampling),
-        "prompt_logprobs": any(p.prompt_logprobs is not None for p in sampling),
+    asked: dict[str, object] = {
+        "logprobs": [p for p in sampling if p.logprobs is not None],
+        "prompt_logprobs": [p for p in sampling if p.prompt_logprobs is not None],
         "pooled": len(sampling) < len(params),
     }
     unasked: dict[str, Any] = {name: None for name in output._fields if not asked.get(name, True)}

@@ -200,7 +200,7 @@ def test_lanes_of_stages_go_in_equally_many_micro_batches(quicker):
             cost.add(seconds, 1, seconds)
     first, second = simulation.scheduler.lanes
     for lane in (first, second):
-        lane._costs = PassCosts(Costs(known, learns=False), 0, stages=2)
+        lane._costs = PassCosts(Costs(known, learns=False), 0, name="ring", stages=2)
     for number in range(5):
         simulation.add([number % 3], max_tokens=9, stop_token_ids=())
     second.hand_over(second.waiting.first, first)
@@ -216,7 +216,7 @@ def test_steps_through_a_pipeline_have_enough_passes_to_fill_it():
     sizes = {"chunks": 0, "batch": 1, "speculative": 0, "micro_batches": 1}
     slow = Costs.fixed({("ring", tuple(sizes.items())): 1.0})
     for lane in simulation.scheduler.lanes:
-        lane._costs = PassCosts(slow, 0, stages=2)
+        lane._costs = PassCosts(slow, 0, name="ring", stages=2)
     simulation.add([1], max_tokens=20, stop_token_ids=())
     simulation.finish()
     assert [batch.passes for batch in simulation.batches] == [

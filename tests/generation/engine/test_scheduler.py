@@ -194,7 +194,7 @@ class Simulation:
         while len(self.steps) > keep:
             batch, output = self.steps.popleft()
             made = {part.sequence: found.token_ids for part, found in zip(batch.parts, output.outputs, strict=True)}
-            for sequence, _, most in batch.growth():
+            for sequence, _, most in batch.growth:
                 assert len(made[sequence]) <= most
             self.outputs.process(batch, output)
             self.scheduler.commit(batch, output)

@@ -174,7 +174,7 @@ def test_costs_of_passes_are_told_apart():
 
 def measured(stages, seconds, speculative=0):
     """Costs of a pipeline, in which passes of so many (rows, speculative tokens, micro-batches) took these seconds."""
-    costs = PassCosts(Costs(), speculative, stages=stages)
+    costs = PassCosts(Costs(), speculative, name="ring", stages=stages)
     for (rows, tokens, micro_batches), times in seconds.items():
         bucket = {"chunks": 0, "batch": rows, "speculative": tokens, "pages": 8, "micro_batches": micro_batches}
         plain, passes = (0, 4) if tokens else (4, 0)
@@ -185,7 +185,7 @@ def measured(stages, seconds, speculative=0):
 
 def test_rows_go_in_one_piece_without_stages_and_alone():
     assert PassCosts(Costs(), 0).micro_batches(8) == 1
-    assert PassCosts(Costs(), 0, stages=4).micro_batches(1) == 1
+    assert PassCosts(Costs(), 0, name="ring", stages=4).micro_batches(1) == 1
 
 
 @pytest.mark.parametrize(
