@@ -31,6 +31,7 @@ from jaxinfer.generation.engine.protocols import Executor, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.engine.stats import ExecutorReport
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.execution.decoder import PassResult
 from jaxinfer.generation.execution.layout import DeviceLayout
@@ -62,8 +63,6 @@ class InstantExecutor:
     """
 
     depth = 1
-    workspace_bytes = 0
-    statistics, pipeline = None, None
 
     def __init__(self, costs: Costs):
         self.programs: ProgramCache[Any] = ProgramCache([])
@@ -71,6 +70,10 @@ class InstantExecutor:
         self.open = threading.Event()
         self.open.set()
         self.launches: list[tuple[int, float]] = []
+
+    def report(self) -> ExecutorReport:
+        """Return an empty report."""
+        return ExecutorReport()
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile nothing."""

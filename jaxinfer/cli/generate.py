@@ -158,7 +158,7 @@ def _read_schema(file: Path) -> dict[str, Any]:
 def _memory(llm: "LLM") -> str:
     from rich.filesize import decimal
 
-    return f"memory planned: {llm.memory}; programs used {decimal(llm.engine.executor.workspace_bytes)}"
+    return f"memory planned: {llm.memory}; programs used {decimal(llm.engine.executor.report().workspace_bytes)}"
 
 
 def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:

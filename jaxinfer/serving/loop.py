@@ -350,9 +350,10 @@ class Loop[AnyTicket: Ticket[Any]]:
             return
         full = self._max_line is not None and len(self._line) >= self._max_line
         if full or not block or threading.current_thread() in self._threads:
+            line = f", and {self._max_line} in line" if full else ""
             raise OverloadedError(
-                f"{self.num_tickets} requests are in flight already, and the limit ({self._max_tickets}) allows no "
-                "more; try later.",
+                f"{self.num_tickets} requests are in flight already, and the limit ({self._max_tickets}{line}) allows "
+                "no more; try later.",
                 self._between_ends,
             )
         if ticket.reader is None:

@@ -202,7 +202,7 @@ def test_a_line_has_an_end(start):
     second = Item(1, reader=Reader())
     second.reader.loop = asyncio.new_event_loop()
     loop.submit(second, block=True)
-    with pytest.raises(OverloadedError, match="2 requests are in flight already"):
+    with pytest.raises(OverloadedError, match=r"2 requests are in flight already, and the limit \(1, and 1 in line\)"):
         loop.submit(Item(2), block=True)
     held.go.set()
     assert first.result(PATIENCE) == 0

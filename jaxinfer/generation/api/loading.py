@@ -76,7 +76,7 @@ class LoadedEngine:
     @property
     def streaming(self) -> StreamingStatistics | None:
         """Measurements of bringing layers to the devices; None if all are on the devices."""
-        return None if isinstance(self.engine, ImageEngine) else self.engine.executor.statistics
+        return None if isinstance(self.engine, ImageEngine) else self.engine.executor.report().streaming
 
 
 def load_engine(path: str | Path, *, owner: str, **options: Unpack[LoadOptions]) -> LoadedEngine:

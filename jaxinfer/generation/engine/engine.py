@@ -94,7 +94,7 @@ class Engine:
             **counted,
             compile_misses=executor.programs.misses,
             cpu_kernels=executor.programs.cpu_kernels,
-            pipeline=executor.pipeline,
+            pipeline=executor.report().pipeline,
         )
 
     # Requests

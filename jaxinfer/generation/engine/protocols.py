@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.stats import PipelineStats, SchedulerStats
-from jaxinfer.streaming.statistics import StreamingStatistics
+from jaxinfer.generation.engine.stats import ExecutorReport, SchedulerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +90,8 @@ class Executor(Protocol):
         """The record of their times, to which every step is added."""
         ...
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Workspace of the largest program compiled so far, on each device."""
-        ...
-
-    @property
-    def pipeline(self) -> PipelineStats | None:
-        """The work of a pipeline's stages so far; None without one."""
-        ...
-
-    @property
-    def statistics(self) -> StreamingStatistics | None:
-        """Measurements of bringing layers to the devices; None if all are there."""
+    def report(self) -> ExecutorReport:
+        """Return what it has needed and done so far; from any thread."""
         ...
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason
+from jaxinfer.streaming.statistics import StreamingStatistics
 
 
 class SchedulerStats(NamedTuple):
@@ -47,6 +48,20 @@ class PipelineStats:
     def idle_share(self) -> float:
         """The share of slots that were idle (the pipeline's bubbles), from 0 to 1."""
         return _share(self.idle_slots, self.slots)
+
+
+class ExecutorReport(NamedTuple):
+    """What an executor has needed and done so far.
+
+    Attributes:
+      workspace_bytes: workspace of the largest program compiled so far, on each device.
+      pipeline: the work of a pipeline's stages; None without one.
+      streaming: measurements of bringing layers to the devices; None if all are there.
+    """
+
+    workspace_bytes: int = 0
+    pipeline: PipelineStats | None = None
+    streaming: StreamingStatistics | None = None
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -8,10 +8,9 @@ import jax
 from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
-from jaxinfer.generation.engine.stats import PipelineStats
+from jaxinfer.generation.engine.stats import ExecutorReport
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.files.loading import LoadedModel
-from jaxinfer.streaming.statistics import StreamingStatistics
 
 
 class DevicePrograms[Buckets]:
@@ -50,14 +49,8 @@ class Passes(Protocol):
         """Whether a pass is sent without waiting for any part of it."""
         ...
 
-    @property
-    def statistics(self) -> StreamingStatistics | None:
-        """Measurements of bringing layers to the devices; None if all are there."""
-        ...
-
-    @property
-    def pipeline(self) -> PipelineStats | None:
-        """The work of a pipeline's stages so far; None without one."""
+    def report(self) -> ExecutorReport:
+        """Return what they have done so far, apart from the programs' workspace."""
         ...
 
     def finish(self) -> None:
@@ -76,12 +69,11 @@ class Passes(Protocol):
 class WholePasses:
     """The base of passes in one program each, whose layers are all on the devices."""
 
-    overlap, statistics = True, None
+    overlap = True
 
-    @property
-    def pipeline(self) -> PipelineStats | None:
-        """The work of a pipeline's stages so far; None without one."""
-        return None
+    def report(self) -> ExecutorReport:
+        """Return an empty report: they have neither stages nor layers on their way."""
+        return ExecutorReport()
 
     def finish(self) -> None:
         """Wait for nothing: whoever reads the results does."""
@@ -121,20 +113,10 @@ class BaseExecutor[Buckets]:
         """All executables."""
         return self.device.cache
 
-    @property
-    def statistics(self) -> StreamingStatistics | None:
-        """Measurements of bringing layers to the devices; None if all are there."""
-        return self._passes.statistics
-
-    @property
-    def pipeline(self) -> PipelineStats | None:
-        """The work of a pipeline's stages so far; None without one."""
-        return self._passes.pipeline
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Workspace of the largest program compiled so far, on each device."""
-        return max((program.memory.workspace_bytes for program in self.programs), default=0)
+    def report(self) -> ExecutorReport:
+        """Return what it has needed and done so far."""
+        workspace = max((program.memory.workspace_bytes for program in self.programs), default=0)
+        return self._passes.report()._replace(workspace_bytes=workspace)
 
     def restart(self) -> None:
         """Start over, as in `Executor`; programs and costs stay as they are."""

@@ -14,6 +14,7 @@ import numpy as np
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.batch import Batch
 from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.stats import ExecutorReport
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder import PassResult
@@ -42,7 +43,6 @@ from jaxinfer.streaming.experts import GROUP, ExpertCache
 from jaxinfer.streaming.layer_folders import experts_of
 from jaxinfer.streaming.model import StreamedModel, layer_ranges
 from jaxinfer.streaming.prefetch import Prefetcher
-from jaxinfer.streaming.statistics import StreamingStatistics
 
 
 @dataclasses.dataclass
@@ -124,15 +124,14 @@ class ChainPasses:
       layers: the layers.
     """
 
-    overlap, pipeline = False, None
+    overlap = False
 
     def __init__(self, layers: LayerStream):
         self.layers = layers
 
-    @property
-    def statistics(self) -> StreamingStatistics:
-        """Measurements of bringing layers to the devices."""
-        return self.layers.prefetcher.statistics
+    def report(self) -> ExecutorReport:
+        """Return the measurements of bringing layers to the devices."""
+        return ExecutorReport(streaming=self.layers.prefetcher.statistics)
 
     def finish(self) -> None:
         """Wait for the layers that were sent."""

@@ -120,7 +120,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if sequences is not None:
             buckets = buckets.reachable(list(sequences), layout.engine, num_pages=layout.num_pages, lanes=layout.lanes)
         missing = self.programs.compile_ahead(buckets)
-        if missing and (workspace := self.workspace_bytes) > (free := available_bytes(layout.mesh)):
+        if missing and (workspace := self.report().workspace_bytes) > (free := available_bytes(layout.mesh)):
             raise MemoryError(
                 f"The programs need {decimal(workspace)} to run in, and {decimal(free)} are free beside weights and "
                 f"cache: lower cache_bytes, max_batch or token_budget.{memory_report(layout.mesh)}"

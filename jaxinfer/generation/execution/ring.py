@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch
 from jaxinfer.generation.engine.buckets import Buckets
-from jaxinfer.generation.engine.stats import PipelineStats
+from jaxinfer.generation.engine.stats import ExecutorReport, PipelineStats
 from jaxinfer.generation.execution.base import DevicePrograms, WholePasses
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder import PassResult
@@ -29,10 +29,9 @@ class RingDecoderPasses(WholePasses):
         self._programs, self._stages, self._lanes = programs, stages, lanes
         self._jobs: jax.Array | None = None
 
-    @property
-    def pipeline(self) -> PipelineStats:
-        """The work of the stages so far."""
-        return self._stats
+    def report(self) -> ExecutorReport:
+        """Return the work of the stages so far."""
+        return ExecutorReport(pipeline=self._stats)
 
     def split(self, batch: Batch) -> list[Batch]:
         """Return the batch: it is one command."""

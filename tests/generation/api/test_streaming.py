@@ -81,7 +81,7 @@ def test_log_probabilities_in_bfloat16_are_the_same_numbers(model_dir):
 def test_one_fetch_of_a_layer_serves_all_sequences(ways):
     llm = ways["streamed"]
     layers = llm.model.config.layers
-    statistics = llm.engine.executor.statistics
+    statistics = llm.engine.executor.report().streaming
     statistics.clear()
     llm.generate([[1, 2, 3]] * 2, GREEDY)
     passes = 2 + 5  # a chunk each, and what follows together
@@ -544,7 +544,7 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, want, monkeypatch):
     while store.files.retries != len(calls) // 7:  # the next pass's first layers are on their way
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert llm.engine.executor.statistics.stalls
+    assert llm.engine.executor.report().streaming.stalls
 
 
 def hang(monkeypatch, llm):

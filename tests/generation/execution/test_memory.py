@@ -93,7 +93,7 @@ def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(mo
         llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
         caches = llm.engine.executor.state.arrays.caches
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == llm.memory.cache == SMALL_BYTES
-        assert 0 < llm.engine.executor.workspace_bytes <= llm.memory.workspace
+        assert 0 < llm.engine.executor.report().workspace_bytes <= llm.memory.workspace
 
 
 def on_each_device(tree):
