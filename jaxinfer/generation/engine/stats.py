@@ -51,7 +51,7 @@ class PipelineStats:
 
 
 class ExecutorReport(NamedTuple):
-    """What an executor has needed and done so far.
+    """The needs and the work of an executor so far.
 
     Attributes:
       workspace_bytes: workspace of the largest program compiled so far, on each device.

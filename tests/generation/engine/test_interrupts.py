@@ -188,7 +188,7 @@ def test_a_close_waits_for_what_is_on_the_devices(model_dir, monkeypatch, error)
     assert expected
     llm.close()
     assert waited == expected
-    for array in jax.tree.leaves([result.output for step in waited for result in step.output]):
+    for array in jax.tree.leaves([result.output for step in waited for result in step.output[1]]):
         assert array.is_ready()
 
 
