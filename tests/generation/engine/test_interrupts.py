@@ -259,6 +259,9 @@ def test_an_interrupted_step_fails_only_the_sequence_whose_results_were_being_wr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["device", "disk"])
+@pytest.mark.filterwarnings(  # a signal may come in what hypothesis does after a garbage collection
+    "ignore:Exception ignored in. <function gc_cumulative_time:pytest.PytestUnraisableExceptionWarning"
+)
 def test_signals_at_random_times(model_dir, weights):
     llm, rng = LLM(model_dir, weights=weights, **SMALL | {"max_decode_passes": 1}), random.Random(1)
     expected = texts(llm)
