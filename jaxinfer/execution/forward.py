@@ -82,7 +82,7 @@ class Forward[S: BatchSize]:
         try:
             batch.send()
         except Exception as error:
-            batch.check_halves(error)
+            check_halves(error, batch.count)
         return batch
 
     def run(self, arguments: Sequence[Any], *inputs: Inputs) -> Any:
@@ -132,14 +132,12 @@ class LaunchedBatch:
             try:
                 outputs = self.on_host()
             except Exception as error:
-                self.check_halves(error)
+                check_halves(error, self.count)
             else:
                 self.forward.record(self.size, self.sent, at_most=late)
                 return outputs
-        self.outputs, half = None, self.count // 2
-        log.warning("A batch of %d does not fit the device; it runs in halves.", self.count)
-        done = []
-        for part in (slice(None, half), slice(half, None)):
+        self.outputs, done = None, []
+        for part in halves(self.count):
             batch = dataclasses.replace(self, inputs=[x[part] for x in self.inputs])
             batch.send()
             done.append(batch.on_host())
@@ -149,10 +147,17 @@ class LaunchedBatch:
         """Wait for the outputs; return them as arrays of the host, without those of padding."""
         return jax.tree.map(lambda x: np.asarray(x)[: self.count], self.outputs)
 
-    def check_halves(self, error: Exception) -> None:
-        """Raise the batch's error unless the batch may fit the device in halves."""
-        if self.count == 1 or not is_out_of_memory(error):
-            raise error
+
+def halves(count: int) -> tuple[slice, slice]:
+    """The halves of a batch that does not fit the device."""
+    log.warning("A batch of %d does not fit the device; it runs in halves.", count)
+    return slice(None, count // 2), slice(count // 2, None)
+
+
+def check_halves(error: Exception, count: int) -> None:
+    """Raise the error of a batch of `count` unless it may fit the device in halves."""
+    if count == 1 or not is_out_of_memory(error):
+        raise error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import jax
 import numpy as np
 
 from jaxinfer.compiled import Bucket, Clock, Costs
+from jaxinfer.execution.forward import check_halves, halves
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig
@@ -85,9 +86,12 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
         commands = self.commands(batch)
-        launched = self._clock()
-        result = self.run(commands)
-        result.vectors.copy_to_host_async()
+        launched, result = self._clock(), None
+        try:
+            result = self.run(commands)
+            result.vectors.copy_to_host_async()
+        except Exception as error:
+            check_halves(error, len(batch.chunks))
         return InFlightStep(batch, result, launched)
 
     def commands(self, batch: Batch) -> list[Command]:
@@ -100,14 +104,33 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
         return self.passes.run(command)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a batch; its vectors are pooled already, so only their directions count."""
-        result: Vectors = step.output
-        late = self._is_late(result.vectors)
+        """Wait for a batch; its vectors are pooled already, so only their directions count.
+
+        If the devices have too little memory, the batch runs in halves.
+        """
+        count, result = len(step.batch.chunks), cast(Vectors | None, step.output)
+        if result is not None:
+            late = self._is_late(result.vectors)
+            try:
+                vectors = self._read(result, count)
+            except Exception as error:
+                check_halves(error, count)
+            else:
+                self.costs.record(result.name, result.bucket, self._seconds(step), at_most=late)
+                return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])
+        outputs: list[SequenceOutput] = []
+        for part in halves(count):
+            half = dataclasses.replace(step.batch, chunks=step.batch.chunks[part])
+            vectors = self._read(self.run(self.commands(half)), len(half.chunks))
+            outputs += [SequenceOutput(embedding=vector) for vector in vectors]
+        return StepOutput(outputs=outputs)
+
+    def _read(self, result: Vectors, count: int) -> np.ndarray:
+        """Wait for a batch; return its vectors on the host, without those of padding."""
         self.passes.finish()
-        vectors = np.asarray(result.vectors)[: len(step.batch.chunks)]  # the last rows are padding
-        self.costs.record(result.name, result.bucket, self._seconds(step), at_most=late)
-        return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])
+        return np.asarray(result.vectors)[:count]
 
     def wait(self, step: InFlightStep) -> None:
         """Wait for a batch whose vectors nobody wants."""
-        jax.block_until_ready(step.output.vectors)
+        if step.output is not None:
+            jax.block_until_ready(step.output.vectors)

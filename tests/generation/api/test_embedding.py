@@ -1,5 +1,6 @@
 """Vectors through the engine: of encoders as `transformers` finds them, of decoders as a pass without a cache does."""
 
+import dataclasses
 import itertools
 import pathlib
 
@@ -145,6 +146,36 @@ def test_a_step_of_an_encoder_that_fails_ends_its_requests_alone(encoder, golden
     monkeypatch.setattr(engine.executor, "collect", lose_the_device)
     with pytest.raises(RuntimeError, match="Text 0: RuntimeError: device lost"):
         encoder.embed(prompts[:1])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_batch_that_does_not_fit_runs_in_halves(encoder, golden, monkeypatch, late):
+    prompts, expected = golden
+    passes, sizes = encoder.engine.executor.passes, []
+    run = passes.run
+
+    class NoVectors:
+        def is_ready(self):
+            return False
+
+        def copy_to_host_async(self):
+            if not late:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
+
+        def __array__(self, *_, **__):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
+
+    def limited(command):
+        sizes.append(command.sizes.batch)
+        vectors = run(command)
+        return dataclasses.replace(vectors, vectors=NoVectors()) if command.sizes.batch > 2 else vectors
+
+    monkeypatch.setattr(passes, "run", limited)
+    np.testing.assert_allclose(encoder.embed([prompts[1]] * 4), expected[[1] * 4], atol=1e-5)
+    assert sizes == [4, 2, 2]
+    monkeypatch.setattr(passes, "run", lambda command: dataclasses.replace(run(command), vectors=NoVectors()))
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        encoder.embed([prompts[1]] * 4)
 
 
 def test_batches_of_an_encoder():
