@@ -207,13 +207,16 @@ class Allocator:
 
     def insert_prefix(self, allocation: Allocation, count: int, *, partial: bool) -> None:
         """Let others share the full pages of the first `count` tokens, and with `partial` copy the one after them."""
-        size, token_ids = self.pages.page_size, allocation.sequence.token_ids
+        size = self.pages.page_size
         if not self.config.prefix_caching or (not partial and count < (allocation.num_inserted_pages + 1) * size):
             return  # nearly always after a row's token: its page is not full yet
+        sequence = allocation.sequence
+        prompt = sequence.request.prompt_token_ids
+        token_ids = prompt if count <= len(prompt) else sequence.token_ids  # slices of a tuple are not copied again
+        node, pages, insert = allocation.node, allocation.pages, self.pages.insert
         for index in range(allocation.num_inserted_pages, count // size):
-            tokens = token_ids[index * size : (index + 1) * size]
-            allocation.node = self.pages.insert(allocation.node, tokens, allocation.pages[index])
-            allocation.num_inserted_pages = index + 1
+            node = insert(node, token_ids[index * size : (index + 1) * size], pages[index])
+            allocation.node, allocation.num_inserted_pages = node, index + 1
         last = allocation.num_inserted_pages
         if partial and (rest := token_ids[last * size : count]):
             self.pages.insert(allocation.node, rest, allocation.pages[last])

@@ -36,7 +36,7 @@ class Admission:
     copy: tuple[int, int] | None = None
 
 
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)  # not frozen: a prompt has many, which would take longer
+@dataclasses.dataclass(slots=True, eq=False)  # neither frozen nor by keyword: a prompt has many
 class Chunk:
     """A part of a prompt: `count` known tokens of a sequence from `start` on.
 

@@ -41,11 +41,11 @@ class OutputProcessor:
             self._begin(admission.sequence, admission.num_cached_tokens)
         for part, result in zip(batch.parts, output.outputs, strict=True):
             sequence = part.sequence
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 continue
             if sequence.num_cached_tokens is None:
                 self._begin(sequence, 0)  # which an encoder does not admit
-            if result is NOTHING and part.error is None:
+            if result is NOTHING and part.error is None:  # all but the last chunk of a prompt
                 continue
             self._unfinished, length = sequence, len(sequence.token_ids)
             try:

@@ -143,18 +143,19 @@ class PagePool:
 
         Returns the node to give as `parent` of the next page: an older one, if the same tokens are in the tree already.
         """
-        key = tuple(tokens)
-        if (known := self._child(parent, key)) is not None:
+        key, children = tuple(tokens), self._children
+        if parent in children and (known := self._child(parent, key)) is not None:
             return known
         if page in self._node_of:  # it has grown since
             self._remove(page)
-        node = Node(page, parent, key)
-        self._node_of[page] = node
-        siblings = self._children.setdefault(parent, node)
+        self._node_of[page] = node = Node(page, parent, key)
+        siblings = children.setdefault(parent, node)
+        if siblings is node:  # nearly always
+            return node
         if isinstance(siblings, dict):
             siblings[key] = node
-        elif siblings is not node:
-            self._children[parent] = {siblings.tokens: siblings, key: node}
+        else:
+            children[parent] = {siblings.tokens: siblings, key: node}
         return node
 
     def clear(self) -> None:

@@ -311,26 +311,19 @@ class DecoderScheduler:
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
         """Take the next chunks of a prompt, at most `room`."""
-        chunks, sequence = [], allocation.sequence
-        while allocation.prefilling and len(chunks) < room:
-            start = allocation.num_prefilled_tokens
-            count = min(self.config.chunk_size, len(sequence.token_ids) - start)
-            self._allocator.prefill(allocation, count)
-            if last := not allocation.prefilling:
-                self.running.begin_decoding(allocation)
-            bitmask, error = _token_bitmask(sequence) if last else (None, None)
-            chunks.append(
-                Chunk(
-                    sequence=sequence,
-                    slot=allocation.slot,
-                    start=start,
-                    count=count,
-                    last=last,
-                    pages=allocation.pages,
-                    bitmask=bitmask,
-                    error=error,
-                )
-            )
+        if not allocation.prefilling or room <= 0:
+            return []
+        sequence, size, first = allocation.sequence, self.config.chunk_size, allocation.num_prefilled_tokens
+        stop = min(first + room * size, len(sequence.token_ids))
+        self._allocator.prefill(allocation, stop - first)
+        slot, pages = allocation.slot, allocation.pages
+        chunks = [Chunk(sequence, slot, start, size, False, pages) for start in range(first, stop, size)]
+        last = chunks[-1]
+        last.count = stop - last.start
+        if not allocation.prefilling:
+            self.running.begin_decoding(allocation)
+            last.last = True
+            last.bitmask, last.error = _token_bitmask(sequence)
         return chunks
 
     def _admit_next(self, *, wait: bool, adapters_before: tuple[int, int] | None) -> Admission | Failure | None:

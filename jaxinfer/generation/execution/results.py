@@ -43,7 +43,14 @@ def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
 def read_prefill(batch: Batch, output: PrefillOutput, places: Ordered[int]) -> list[SequenceOutput]:
     """Read the results of `prefill` for each of `Batch.parts`. places: of the rows in the results."""
     tokens, produced = output.tokens.tolist(), output.produced.tolist()
-    results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
+    plain = output.logprobs is output.experts is output.prompt_logprobs is output.pooled is None
+    results = [
+        NOTHING if plain and not chunk.last else _read_chunk(chunk, output, index, tokens[index])
+        for index, chunk in enumerate(batch.chunks)
+    ]
+    if plain:  # nearly always
+        results += [SequenceOutput([tokens[index]] if produced[index] else ()) for index in places]
+        return results
     for index, row in zip(places, batch.rows, strict=True):
         new, at = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
         logprobs = None if output.logprobs is None else _logprobs(row.sequence, output.logprobs, at, new)
@@ -53,8 +60,6 @@ def read_prefill(batch: Batch, output: PrefillOutput, places: Ordered[int]) -> l
 
 
 def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> SequenceOutput:
-    if not chunk.last and output.experts is output.prompt_logprobs is output.pooled is None:
-        return NOTHING  # nearly always: a prompt has many chunks
     request = chunk.sequence.request
     load = None if output.experts is None else _expert_load(output.experts, index)
     if request.pooling:
