@@ -348,7 +348,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._decider.check(ticket, self.clock())
         if self._max_tickets is None or self.num_tickets < self._max_tickets:
             return
-        full = self._max_line is not None and len(self._line) >= self._max_line
+        # Those that are about to be accepted are in line, too.
+        full = self._max_line is not None and self.num_tickets >= self._max_tickets + self._max_line
         if full or not block or threading.current_thread() in self._threads:
             line = f", and {self._max_line} in line" if full else ""
             raise OverloadedError(

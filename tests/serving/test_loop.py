@@ -209,6 +209,19 @@ def test_a_line_has_an_end(start):
     second.reader.loop.close()
 
 
+def test_what_is_about_to_be_accepted_takes_no_place_in_line(start):
+    loop = start(max_tickets=2, max_line=1)
+    with loop.lock:  # nothing is accepted meanwhile
+        futures = [ask(loop, Item(number)) for number in (0, 1)]
+        third = Item(2, reader=Reader())
+        third.reader.loop = asyncio.new_event_loop()
+        loop.submit(third, block=True)
+        with pytest.raises(OverloadedError, match="3 requests are in flight already"):
+            loop.submit(Item(3), block=True)
+    assert [future.result(PATIENCE) for future in futures] == [0, 1]
+    third.reader.loop.close()
+
+
 def test_a_deadline_that_passes_in_line_ends_the_request(start):
     """Its caller waits no longer, though nothing else happens."""
     loop, held = start(max_tickets=1), Held()
