@@ -137,7 +137,8 @@ class AsyncLLM(EngineHolder):
           sampling_params: how to continue it; None: as in `SamplingParams.from_model`.
           request_id: names the request for `abort` and in its outputs; no other in flight may have it.
           deadline: seconds from the first reading within which it must have ended, the time that it waits included.
-            Then it is given up, and reading raises DeadlineExceededError, whose `output` is what there is; None: any.
+            Then it is given up, once the running step has ended, and reading raises DeadlineExceededError, whose
+            `output` is what there is; None: any.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
         ValueError for an invalid prompt, and OverloadedError if `max_waiting` requests wait. If the reading task is

@@ -33,7 +33,8 @@ class Preparation:
     """Threads for each kind of request, and sandboxes in which chat templates are rendered and grammars tried.
 
     One that never ends, or takes gigabytes, ends with its process. A grammar that is not quick is tried again in
-    another process, which gives it more time: quick ones never wait for the rest.
+    another process, which gives it more time. So quick ones wait for each of the rest only `QUICK_SECONDS`, and until a
+    new process has started.
 
     Attributes:
       is_quick: tries a grammar for `QUICK_SECONDS`; returns whether that was enough. Raises ValueError if it does not

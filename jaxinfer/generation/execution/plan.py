@@ -5,6 +5,7 @@ import enum
 
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
+from jaxinfer.generation.engine.speculation import DECODE
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.streaming.config import Placement
@@ -13,7 +14,7 @@ from jaxinfer.streaming.config import Placement
 class Way(enum.Enum):
     """How a step goes through the layers; the value is the name of a decode pass in the record of costs."""
 
-    WHOLE = "decode"  # one program has all layers
+    WHOLE = DECODE  # one program has all layers
     RING = "ring"  # one program sends micro-batches through the stages of a pipeline
     CHAIN = "pass"  # several programs, since weights are fetched in between
 
