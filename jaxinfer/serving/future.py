@@ -1,9 +1,10 @@
 """The future of a request: what a caller does with it, and what happens to the caller, harms nobody else."""
 
+import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, RUNNING
 from queue import SimpleQueue
@@ -120,6 +121,10 @@ class TicketFuture[Outcome](Future[Outcome]):
         """Wait for the end, and return the error; None for a result. Raises as that of `Future`."""
         self._wait(timeout)
         return super().exception(0)
+
+    def __await__(self) -> Generator[Any, None, Outcome]:
+        """Wait for the result in a coroutine; cancelling its task cancels the future."""
+        return asyncio.wrap_future(self).__await__()
 
     def _wait(self, timeout: float | None) -> None:
         self._condition.ended.wait(math.inf if timeout is None else timeout)

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import logging
 import math
@@ -10,7 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxinfer.serving.errors import (
     caused,
     closed_error,
 )
-from jaxinfer.serving.future import Desk
+from jaxinfer.serving.future import Desk, TicketFuture
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket
 
@@ -200,6 +201,13 @@ class Loop[AnyTicket: Ticket[Any]]:
         """The number of requests that the decider does not have yet."""
         return len(self._line)
 
+    def stats(self) -> Any:
+        """Return a copy of its statistics."""
+        if self._origin.forked:
+            return copy.deepcopy(self.statistics)
+        with self.lock:
+            return copy.deepcopy(self.statistics)
+
     @property
     def tickets(self) -> Mapping[Hashable, AnyTicket]:
         """Accepted requests that have not ended, by key; for deciders. It changes under the lock."""
@@ -254,7 +262,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         if ticket.turn is not None:
             self._wait_in_line(ticket, ticket.turn)
 
-    def serve(self, ticket: AnyTicket, *, block: bool = False) -> Future[Any]:
+    def serve(self, ticket: AnyTicket, *, block: bool = False) -> TicketFuture[Any]:
         """Submit a request of a caller in a thread; return its future. Raises as `submit`."""
         assert ticket.future is not None
         self.submit(ticket, block=block)

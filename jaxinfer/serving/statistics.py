@@ -39,6 +39,10 @@ class Statistics:
         finally:
             setattr(self, field, getattr(self, field) + clock() - begun)
 
+    def __str__(self) -> str:
+        ended = f"{self.answered} answered ({self.late} late), {self.shed} shed, {self.cancelled} cancelled"
+        return f"{ended}, {self.failed} failed"
+
     def count(self, outcome: object, *, late: bool) -> None:
         """Count the end of a request."""
         match outcome:

@@ -269,7 +269,7 @@ def test_a_callback_that_waits_holds_up_no_answer(start):
     assert [ask(loop, Item(number)).result(PATIENCE) for number in range(3)] == [0, 1, 2]
 
     async def main():
-        return await asyncio.wrap_future(ask(loop, Item("awaited", str)))
+        return await ask(loop, Item("awaited", str))
 
     assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == "awaited"
     cancelled = ask(loop, Item("cancelled", Held()))

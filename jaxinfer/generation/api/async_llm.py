@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
@@ -19,6 +19,7 @@ from jaxinfer.generation.api.preparation import Kind, Preparation
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
+from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.foreign_options import MODEL, refuses
@@ -26,15 +27,16 @@ from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import FailedError
-from jaxinfer.serving.lifecycle import check_timeout
-from jaxinfer.serving.statistics import Statistics
+from jaxinfer.serving.future import TicketFuture
+from jaxinfer.serving.loop import Loop
+from jaxinfer.serving.served import Served
 from jaxinfer.serving.ticket import Reader
 from jaxinfer.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
 
 
 @refuses(MODEL)
-class AsyncLLM(EngineHolder):
+class AsyncLLM(Served, EngineHolder):
     """A model that takes requests from many tasks and threads, and runs them together in its own thread.
 
     Args:
@@ -293,7 +295,7 @@ class AsyncLLM(EngineHolder):
         *,
         deadline: float | None = None,
         block: bool = True,
-    ) -> Future[RequestOutput]: ...
+    ) -> TicketFuture[RequestOutput]: ...
 
     @overload
     def submit(
@@ -304,7 +306,7 @@ class AsyncLLM(EngineHolder):
         *,
         deadline: float | None = None,
         block: bool = True,
-    ) -> Future[np.ndarray]: ...
+    ) -> TicketFuture[np.ndarray]: ...
 
     def submit(
         self,
@@ -314,7 +316,7 @@ class AsyncLLM(EngineHolder):
         *,
         deadline: float | None = None,
         block: bool = True,
-    ) -> Future[Any]:
+    ) -> TicketFuture[Any]:
         """Generate, or embed with PoolingParams, from any thread. Cancel the future to cancel.
 
         Args:
@@ -341,20 +343,13 @@ class AsyncLLM(EngineHolder):
         if (ticket := self._loop.find(request_id)) is not None:
             self._loop.cancel(ticket)
 
-    @property
-    def num_requests(self) -> int:
-        """The number of unfinished requests, running or waiting."""
-        return self._loop.num_tickets
+    def stats(self) -> EngineStats:
+        """Return what the engine holds and has done so far, and how requests have ended; from any thread."""
+        return dataclasses.replace(super().stats(), requests=self._loop.stats())
 
     @property
-    def statistics(self) -> Statistics:
-        """How requests have ended, and the number of steps."""
-        return self._loop.statistics
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine accepts requests: False after `close`, or if the engine's thread died."""
-        return self._loop.is_running
+    def _serving_loop(self) -> Loop[RequestTicket]:
+        return self._loop
 
     # The end
 
@@ -366,12 +361,11 @@ class AsyncLLM(EngineHolder):
 
         Raises DiedError if a step hangs, rather than wait for ever; ValueError for another timeout.
         """
-        timeout = check_timeout(timeout)
-        try:
-            self._loop.close(drain=drain, timeout=timeout)
-        finally:
-            self._preparation.close()
-            self._free()  # the decider closes the engine
+        super().close(drain=drain, timeout=timeout)
+
+    def _free(self) -> None:
+        self._preparation.close()
+        EngineHolder._free(self)  # the decider has closed the engine
 
     def _end_error(self) -> Exception:
         return self._loop.end_error()

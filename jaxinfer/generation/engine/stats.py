@@ -5,6 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason
+from jaxinfer.serving.statistics import Statistics
 from jaxinfer.streaming.statistics import StreamingStatistics
 
 
@@ -100,6 +101,7 @@ class EngineStats:
       expert_load: where the tokens of all requests went in a mixture of experts; None before the first, and unless the
         engine has `expert_load=True`.
       pipeline: what the stages of a pipeline did; None without one.
+      requests: how the requests of an `AsyncLLM` have ended, where cancelled and late ones count too; else None.
     """
 
     running: int
@@ -118,6 +120,7 @@ class EngineStats:
     cpu_kernels: str | None = None
     expert_load: ExpertLoad | None = None
     pipeline: PipelineStats | None = None
+    requests: Statistics | None = None
 
     @property
     def cache_hit_rate(self) -> float:
@@ -144,6 +147,8 @@ class EngineStats:
             lines["experts"] = str(self.expert_load)
         if self.pipeline is not None:
             lines["pipeline"] = f"{self.pipeline.idle_share:.0%} of {self.pipeline.slots} ticks of stages idle"
+        if self.requests is not None:
+            lines["requests"] = str(self.requests)
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 

@@ -800,10 +800,12 @@ def test_a_deadline_ends_a_request_with_what_there_is(llm, short_outputs, start,
         (tokens,) = tokens_of(error.value.output)
         assert len(tokens) < SHORT.max_tokens
         assert tokens == expected[0][: len(tokens)]
-        assert tokens_of(await asyncio.wrap_future(future)) == others
+        assert tokens_of(await future) == others
 
     asyncio.run(main())
-    assert (served.statistics.answered, served.statistics.shed) == (1, 2)
+    requests = served.stats().requests
+    assert (requests.answered, requests.shed) == (1, 2)
+    assert str(served.stats()).endswith("requests    1 answered (0 late), 2 shed, 0 cancelled, 0 failed")
     with pytest.raises(ValueError, match="deadline must be a finite number >= 0 or None, got nan"):
         served.generate("a", deadline=float("nan"))
 
