@@ -137,6 +137,7 @@ def test_a_second_one_that_does_not_fit_is_refused_and_told_who_has_the_memory(k
         ask(first)
 
 
+@pytest.mark.slow
 def test_a_cache_has_the_pages_that_others_leave(model_dir, monkeypatch):
     # A workspace that is larger than what reads the weights, which is freed before the cache is made.
     chunks = SMALL | {"token_budget": 32, "chunk_size": 8}
@@ -293,6 +294,7 @@ begun.wait()
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_stops_a_call(model_dir):
     command = [sys.executable, "-c", AT_EXIT, model_dir, str(SMALL_BYTES), repr(SMALL)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

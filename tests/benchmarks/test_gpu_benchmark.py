@@ -42,6 +42,7 @@ def test_fallbacks_match_the_references(title):
     assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100-sxm", "h200"])
 def test_checked_cases_run_their_kernels(target):
     """What a kernel does not support would be compared with itself: only cases that are known to have none."""
@@ -51,6 +52,7 @@ def test_checked_cases_run_their_kernels(target):
     assert {case.op for case in cases.checked() if case.kernels} == set(LIMITS)
 
 
+@pytest.mark.slow
 def test_checked_cases_have_pages_of_all_sizes_and_norms_of_heads():
     sizes, norms = set(), set()
     for case in cases.checked():

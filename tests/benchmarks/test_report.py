@@ -228,6 +228,7 @@ def test_results_of_two_machines_in_one_folder_are_refused(tmp_path):
         pages.insert("a page without markers", f"{pages.BEGIN}\n{pages.END}")
 
 
+@pytest.mark.slow
 def test_the_commands_say_what_they_do():
     command = [sys.executable, "-m", "benchmarks.pages"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=pages.ROOT).stdout

@@ -104,6 +104,7 @@ def test_prompts_come_from_a_file(model_dir, tmp_path):
     assert report["metrics"]["per_output_token_s"] is None
 
 
+@pytest.mark.slow
 def test_a_plot_of_latencies(model_dir, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `bench`")
     file = tmp_path / "plot.svg"
@@ -125,6 +126,7 @@ def test_lengths_cover_the_whole_range():
     assert min(spread_lengths(np.random.default_rng(0), 1, 0.9, 100)) == 1
 
 
+@pytest.mark.slow
 def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
     requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
     seen = []

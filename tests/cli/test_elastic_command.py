@@ -90,6 +90,7 @@ def test_register_profile_classify(folders, registered, tmp_path, monkeypatch):
     assert all(0.5 <= float(line[2]) <= 1 for line in lines)
 
 
+@pytest.mark.slow
 def test_run_simulate_report(folders, registered, tmp_path):
     pytest.importorskip("matplotlib")
     data = ("--data", f"stripes={folders / 'images'}")

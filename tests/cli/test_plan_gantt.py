@@ -54,6 +54,7 @@ def test_the_third_figure_and_chunks_are_drawn_when_asked_for():
     assert equal[1] > 12
 
 
+@pytest.mark.slow
 def test_files_are_drawn_and_are_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"{name}.svg" for name in "ab"]

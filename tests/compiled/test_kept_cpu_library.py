@@ -124,6 +124,7 @@ def test_without_a_compiler_xla_runs_and_the_reason_is_said_once(tmp_path, monke
     assert str(library_state()).startswith("none: there is no C++ compiler")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_compiler_is_remembered_until_it_is_forgotten(tmp_path, monkeypatch, folder):
     path, log = compiler(tmp_path, "sys.exit('a.cc:1: error: wrong')")
     monkeypatch.setenv("CXX", path)
@@ -212,6 +213,7 @@ def test_a_record_of_something_else_counts_as_none(record, tmp_path, monkeypatch
     assert maker.kept() is None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_cannot_be_loaded_is_compiled_once(tmp_path, monkeypatch, folder):
     """As where memory cannot be executed."""
@@ -278,6 +280,7 @@ def test_a_check_that_fails_leaves_the_library_out(tmp_path, monkeypatch, folder
     assert len(list(folder.iterdir())) == 2  # the record, and the lock
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_check_that_is_given_up_leaves_what_was_compiled(tmp_path, monkeypatch, folder):
     """Here for the instruction set that the environment names."""
@@ -293,6 +296,7 @@ def test_a_check_that_is_given_up_leaves_what_was_compiled(tmp_path, monkeypatch
     assert log.read_text() == "compiled\n"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_difference_leaves_the_library_out_for_good(tmp_path, monkeypatch, folder):
     """A library whose linear layers return zeros."""

@@ -216,6 +216,7 @@ def test_a_killed_writer_leaves_no_half_file(kept):
         assert content is None or content == content[:1] * size
 
 
+@pytest.mark.slow
 def test_ten_processes_on_an_empty_folder(tmp_path):
     """Every process finds a file whole or not at all, whatever the others write and delete."""
     program = """

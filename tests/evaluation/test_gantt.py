@@ -112,6 +112,7 @@ def test_a_figure_shows_all_jobs(name):
     assert axes.get_title(loc="left") == gantt.heading(name, schedule)
 
 
+@pytest.mark.slow
 def test_a_figure_has_a_panel_for_each_schedule_with_one_time_axis():
     figures = pytest.importorskip("jaxinfer.evaluation.figures", reason="needs the extra `bench`")
     figure = gantt.draw_schedules(SCHEDULES, "a caption")

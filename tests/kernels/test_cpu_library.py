@@ -241,6 +241,7 @@ def runs(pid):
     return state != "Z"  # of which nobody has asked how it ended
 
 
+@pytest.mark.slow
 def test_a_compiler_that_hangs_is_ended_with_what_it_has_started(tmp_path):
     pid, path = tmp_path / "pid", tmp_path / "slow"
     path.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid}\nwait\n")
@@ -272,6 +273,7 @@ def test_a_damaged_library_is_an_error(content):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_builds_are_in_one_process(library, tmp_path):
     (tmp_path / "cpu").mkdir()
@@ -285,6 +287,7 @@ def test_two_builds_are_in_one_process(library, tmp_path):
             assert float(jax.jit(lambda x: times(x, factor=3.0))(jnp.float32(2))) == expected
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_without_a_function_is_an_error():
     content = build(find_compiler(), "generic", seconds=SECONDS, folder=ROOM, options=["-O0"])

@@ -48,6 +48,7 @@ def test_other_cases_lower_for_cuda(op):
     check_lowering(cases if op in SLOW else cases[1:-1])
 
 
+@pytest.mark.slow
 def test_every_tuned_entry_belongs_to_a_case():
     """So that all shipped tile sizes are lowered above."""
     shipped = [json.loads(table.read_text()) for table in tables().iterdir()] if tables().is_dir() else []

@@ -446,6 +446,7 @@ def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_matters(hf, out):
     code = """
         import os, signal, sys

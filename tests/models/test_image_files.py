@@ -77,6 +77,7 @@ for shape in ((1, 3000), (3000, 1), (1, 1_000_000), (1_000_000, 1), (3, 1_000_00
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_resizing_takes_no_more_memory_than_the_image_and_four_results():
     """By the process's peak, since Pillow's memory is its own."""

@@ -22,6 +22,7 @@ Image = pytest.importorskip("PIL.Image")
 IMAGES = np.zeros((4, 2, 2, 3), np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "classes"),
     [("digits", 1797, 10), ("mnist", 5000, 10), ("faces", 200, 2), ("textures", 768, 3)],
@@ -218,7 +219,7 @@ def test_formats_that_run_other_programs_are_refused(tmp_path):
         load_image(tmp_path / "a.eps", 8)
 
 
-@pytest.mark.parametrize("side", [8000, 20_000])
+@pytest.mark.parametrize("side", [8000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_decompression_bombs(tmp_path, side):
     """A file of a few kB that would fill hundreds of MB."""
     Image.new("1", (side, side)).save(tmp_path / "bomb.png")

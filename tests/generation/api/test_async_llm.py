@@ -473,6 +473,7 @@ def test_what_takes_for_ever_to_prepare_holds_nobody_up(start, monkeypatch):
     assert {type(error) for error in errors} == {ClosedError}
 
 
+@pytest.mark.slow
 def test_a_text_far_longer_than_the_context_is_refused_before_it_is_encoded(served, monkeypatch):
     encoded = []
     encode = type(served.tokenizer)._encode

@@ -48,6 +48,7 @@ def test_a_bfloat16_cache_takes_half(model):
     assert plan.page_bytes == PAGE_BYTES // 2
 
 
+@pytest.mark.slow
 def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
     needed = memory.workspace_bytes(DeviceLayout.from_model(model, CONFIG, num_pages=4), buckets_of(CONFIG, "cpu"))
     assert needed > 0
