@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.filesize import decimal
 
 from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramSpec
@@ -19,7 +20,7 @@ from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
-from jaxinfer.execution.forward import BatchSize, Forward, LaunchedBatch
+from jaxinfer.execution.forward import BatchSize, Forward, LaunchedBatch, batch_sharding, batch_sizes
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
@@ -28,7 +29,6 @@ from jaxinfer.progress import long_work, showing
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
-from jaxinfer.sizes import powers
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class LevelStatic:
 
     config: ViTConfig
     weights: WeightFormat
+    rules: ShardingRules
     adaptation: TokenAdaptation
 
 
@@ -66,7 +67,7 @@ def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
-        with use_rules(ShardingRules()):
+        with use_rules(static.rules):
             model = merge_model(static.config, static.weights, leaves)
             image_prompts = None if prompts is None else prompts[tasks]
             features = model.features(images, static.adaptation, image_prompts).astype(jnp.float32)
@@ -82,9 +83,15 @@ TaskArrays = tuple[Head, jax.Array | None]
 
 
 def task_arrays(
-    tasks: Iterable[Task], config: ViTConfig, prompts: int, *, max_tasks: int, max_classes: int
+    tasks: Iterable[Task],
+    config: ViTConfig,
+    prompts: int,
+    *,
+    max_tasks: int,
+    max_classes: int,
+    sharding: Sharding | None = None,
 ) -> TaskArrays:
-    """Put all tasks' heads and prompts [max_tasks, layers, prompts, D] (None without any) on the device.
+    """Put all tasks' heads and prompts [max_tasks, layers, prompts, D] (None without any) on every device.
 
     They are zero where there is no task, or it has no such prompts; classes that do not exist are never chosen.
     """
@@ -97,7 +104,7 @@ def task_arrays(
         weight[place, : len(head.bias)], bias[place, : len(head.bias)] = head.weight, head.bias
         if all_prompts is not None:
             all_prompts[place] = task.prompts[prompts]
-    return jax.device_put((Head(weight, bias), all_prompts))
+    return jax.device_put((Head(weight, bias), all_prompts), sharding)
 
 
 def image_bytes(config: ViTConfig) -> int:
@@ -112,7 +119,7 @@ class LevelPrograms:
 
     Args:
       model: the backbone.
-      max_batch: images of the largest batch; smaller batches have powers of two as sizes.
+      max_batch: images of the largest batch in each lane; smaller batches have powers of two as sizes.
       max_tasks: maximum number of tasks.
       max_classes: maximum number of classes of a task.
       kernels: whether operations may run as kernels.
@@ -137,8 +144,9 @@ class LevelPrograms:
         assert isinstance(model.config, ViTConfig)
         self._config, self._weights, self._store, self._kernels = model.config, model.weights, store, kernels
         self._leaves = list(model.leaves.values())
+        self._mesh, self._rules, self._lanes = model.mesh, model.rules, model.lanes
         self._most = {"max_tasks": max_tasks, "max_classes": max_classes}
-        self.sizes = powers(2, 1, max_batch)
+        self.sizes = batch_sizes(max_batch, self._lanes)
         self._levels: dict[int, _Level] = {}
         self._served = _Served({}, {})
         self.device, self.turns = DeviceTime(), Turns()
@@ -235,21 +243,21 @@ class LevelPrograms:
             raise
 
     def bytes_needed(self, batch: int, also: Collection[LevelAndSize] = ()) -> int:
-        """The bytes that the model, the tasks and two batches of this size take together; see `tenants`."""
+        """The bytes of each device for the model, the tasks and two batches of this size together; see `tenants`."""
         return sum(self.tenants(batch, also).values())
 
     def tenants(self, batch: int, also: Collection[LevelAndSize] = ()) -> dict[str, int]:
-        """Return these bytes of the device by use, at the level that takes most of those that are ready, or `also` are.
+        """Return these bytes of each device by use, at the level that takes most of those ready, or in `also`.
 
         Two batches, since one is sent while another runs.
         """
         ready = {(level, size) for level in self._levels for size in self.ready(level)} | set(also)
         workspaces = (self._levels[level].forward.workspace_bytes(size) for level, size in ready if size <= batch)
         return {
-            "weights": sum(leaf.nbytes for leaf in self._leaves),
+            "weights": sum(leaf.addressable_shards[0].data.nbytes for leaf in self._leaves),
             "prompts and heads": sum(leaf.nbytes for leaf in jax.tree.leaves(self._served.arrays)),
             "programs' workspace": 2 * max(workspaces, default=0),
-            "images": 2 * batch * image_bytes(self._config),
+            "images": 2 * batch // self._lanes * image_bytes(self._config),
         }
 
     def fit(self, device_memory: int, also: Collection[LevelAndSize] = (), *, may_shrink: bool = True) -> None:
@@ -339,27 +347,38 @@ class LevelPrograms:
     def _forward_of(self, adaptation: TokenAdaptation) -> Forward[Classify]:
         """The programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
-        leaves = shapes_of(self._leaves)
+        leaves, sharding = shapes_of(self._leaves), batch_sharding(self._mesh, self._rules)
         tasks = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._arrays_of([], adaptation.prompts)
         )
 
         def arguments(sizes: Classify) -> tuple[Any, ...]:
-            images = jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
-            return leaves, *tasks, jax.ShapeDtypeStruct((sizes.batch,), jnp.int32), images
+            places = jax.ShapeDtypeStruct((sizes.batch,), jnp.int32, sharding=sharding)
+            images = jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8, sharding=sharding)
+            return leaves, *tasks, places, images
 
         spec: ProgramSpec[Classify, Iterable[int]] = ProgramSpec(
             sizes=Classify,
             build=build,
-            static=LevelStatic(config=config, weights=self._weights, adaptation=adaptation),
+            static=LevelStatic(config=config, weights=self._weights, rules=self._rules, adaptation=adaptation),
             arguments=arguments,
             reachable=lambda sizes: (Classify(batch=size) for size in sizes),
+            out_shardings=lambda sizes: sharding,
         )
         with showing(False):  # who compiles says so
-            return Forward(spec, max_batch=self.sizes[-1], kernels=self._kernels, store=self._store, turns=self.turns)
+            return Forward(
+                spec,
+                max_batch=self.sizes[-1] // self._lanes,
+                mesh=self._mesh,
+                lanes=self._lanes,
+                kernels=self._kernels,
+                store=self._store,
+                turns=self.turns,
+            )
 
     def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
-        return task_arrays(tasks, self._config, prompts, **self._most)
+        whole = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return task_arrays(tasks, self._config, prompts, **self._most, sharding=whole)
 
 
 class Launched(NamedTuple):

@@ -159,7 +159,7 @@ class Service(Closeable):
                 self.refused[name] = error
         schedules = schedules_of(self._tasks.values(), levels, self._format)
         self._levels = dataclasses.replace(levels, schedules=schedules)
-        trainer = Trainer(config, model.weights, list(model.leaves.values()))
+        trainer = Trainer(model)
         programs = LevelPrograms(
             model,
             max_batch=max_batch,

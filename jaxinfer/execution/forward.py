@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.compiled import Costs, DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.compiled.background import Turns
+from jaxinfer.models.devices import run_on
+from jaxinfer.sharding import ShardingRules
 from jaxinfer.sizes import powers, round_up
 
 log = logging.getLogger(__name__)
@@ -25,13 +28,20 @@ class BatchSize(Sizes):
     batch: int
 
 
+def batch_sharding(mesh: Mesh | None, rules: ShardingRules) -> NamedSharding | None:
+    """Where arrays are whose first dimension is the batch: a part of it in each lane. None: on the only device."""
+    return None if mesh is None else NamedSharding(mesh, rules.spec("batch", mesh=mesh))
+
+
 class Forward[S: BatchSize]:
     """The programs of a stateless model on its devices, one for each size of a batch.
 
     Args:
       spec: the programs. They take arrays that belong to no input, such as weights, and then arrays whose first
         dimension is the batch.
-      max_batch: inputs of the largest batch; smaller ones have powers of two as sizes.
+      max_batch: inputs of the largest batch in each lane; smaller ones have powers of two as sizes.
+      mesh: the devices that programs are divided over; None: one device.
+      lanes: how many groups of these devices have different inputs.
       kernels: whether operations may run as kernels.
       store: where executables are kept between processes; None: nowhere.
       turns: as of `ProgramCache`.
@@ -39,6 +49,7 @@ class Forward[S: BatchSize]:
 
     Attributes:
       cache: the executables.
+      mesh: as given.
       sizes: the sizes that batches are padded to, ascending, compiled or not.
     """
 
@@ -47,14 +58,18 @@ class Forward[S: BatchSize]:
         spec: ProgramSpec[S, Iterable[int]],
         *,
         max_batch: int,
+        mesh: Mesh | None = None,
+        lanes: int = 1,
         kernels: bool = True,
         store: ExecutableStore | None = None,
         turns: Turns | None = None,
         costs: Costs | None = None,
     ):
-        self._spec, self._costs, self._time = spec, costs, DeviceTime()
-        self.cache: ProgramCache[Iterable[int]] = ProgramCache([spec], kernels=kernels, store=store, turns=turns)
-        self.sizes = powers(2, 1, max_batch)
+        self._spec, self._costs, self._time, self.mesh = spec, costs, DeviceTime(), mesh
+        self.cache: ProgramCache[Iterable[int]] = ProgramCache(
+            [spec], mesh=mesh, kernels=kernels, store=store, turns=turns
+        )
+        self.sizes = batch_sizes(max_batch, lanes)
 
     def program(self, batch: int) -> Program:
         """The program of this size, compiled if need be."""
@@ -119,8 +134,8 @@ class LaunchedBatch:
 
     def send(self) -> None:
         """Send the batch to the device."""
-        program = self.forward.program(self.size)
-        self.outputs = program(*self.arguments, *(_padded(x, self.size) for x in self.inputs))
+        program, inputs = self.forward.program(self.size), [_padded(x, self.size) for x in self.inputs]
+        self.outputs = run_on(self.forward.mesh, program, *self.arguments, *inputs)
 
     def result(self) -> Any:
         """Wait for the batch; return its outputs as arrays of the host, without those of padding.
@@ -146,6 +161,11 @@ class LaunchedBatch:
     def on_host(self) -> Any:
         """Wait for the outputs; return them as arrays of the host, without those of padding."""
         return jax.tree.map(lambda x: np.asarray(x)[: self.count], self.outputs)
+
+
+def batch_sizes(max_batch: int, lanes: int) -> tuple[int, ...]:
+    """The sizes that batches are padded to, ascending: powers of two, and `max_batch`, in each lane."""
+    return tuple(lanes * size for size in powers(2, 1, max_batch))
 
 
 def halves(count: int) -> tuple[slice, slice]:

@@ -6,7 +6,8 @@ Everything that the models decide by platform is decided here.
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,23 @@ def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None,
 def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
     """The devices of a mesh; without one, this process's first device."""
     return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+
+
+_collectives = threading.Lock()
+
+
+def can_overlap(mesh: Mesh | None) -> bool:
+    """Return whether a program may be sent while another one runs."""
+    # Virtual devices on a CPU deadlock when the collectives of two programs are in flight.
+    return mesh is None or mesh.size == 1 or devices_of(mesh)[0].platform != "cpu"
+
+
+def run_on[Result](mesh: Mesh | None, program: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a program, from any thread; wait for its results, and for its turn, where two must not run at once."""
+    if can_overlap(mesh):
+        return program(*arguments)
+    with _collectives:
+        return jax.block_until_ready(program(*arguments))
 
 
 def host_device() -> Any:

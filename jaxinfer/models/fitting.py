@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import (
     AttentionConfig,
+    ConvolutionalConfig,
     DecoderConfig,
     MlpConfig,
     ModelConfig,
     TransformerConfig,
-    VisionConfig,
+    ViTConfig,
 )
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
@@ -82,7 +83,7 @@ class Fitting:
     def stored_size(self, linear: str) -> int:
         """The size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
-        assert not isinstance(config, VisionConfig)
+        assert not isinstance(config, ConvolutionalConfig)
         attention = config.attention
         match linear.split("."):
             case "layers", layer, "mlp", *within, part:
@@ -96,6 +97,9 @@ class Fitting:
                 return attention.q_heads * attention.head_dim
             case *_, "k_norm":
                 return attention.kv_heads * attention.head_dim
+            case "attention_pooling", "mlp", part:
+                return config.mlp.hidden * (2 if part == "gate_up" and config.mlp.gated else 1)
+        assert not isinstance(config, ViTConfig)
         return config.vocab
 
 
@@ -115,11 +119,14 @@ def fit(
 
     Raises ValueError, with the reason and the nearest size that works, for a mesh that it cannot be fitted to.
     """
-    if isinstance(config, VisionConfig) and mesh is not None and mesh.size > 1:
-        raise ValueError(
-            f"mesh {_shape_text(mesh)}: a model of images ({kind_of(config)}) runs on one device; give it no mesh."
-        )
-    if mesh is None or isinstance(config, VisionConfig):
+    if mesh is None:
+        return Fitting(original=config, config=config)
+    if isinstance(config, ConvolutionalConfig):
+        if mesh.size > rules.lanes(mesh):
+            raise ValueError(
+                f"mesh {_shape_text(mesh)}: a convolutional network ({kind_of(config)}) has all its weights on every "
+                "device; use MeshConfig(data=N) alone, by which each device takes a part of a batch."
+            )
         return Fitting(original=config, config=config)
     if isinstance(config, DecoderConfig):
         _check_experts(config, mesh, rules)
@@ -164,26 +171,28 @@ def _shape_text(mesh: Mesh | AbstractMesh) -> str:
 
 
 def _fit(
-    config: TransformerConfig, weights: WeightFormat, ways: Mapping[str, int], *, stored: QuantizedFormat | None
+    config: TransformerConfig | ViTConfig,
+    weights: WeightFormat,
+    ways: Mapping[str, int],
+    *,
+    stored: QuantizedFormat | None,
 ) -> Fitting:
     takes: dict[str, Take] = {}
     attention, heads = _fit_heads(config.attention, ways["heads"], weights)
     if heads is not None:
         takes |= heads
     takes |= _fit_mlps(config, ways, weights)
-    vocab = config.vocab if ways["vocab"] == 1 else _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
-    if vocab != config.vocab:
-        takes["embed"] = takes["head"] = _padded(config.vocab, vocab)
-    fitted = dataclasses.replace(
-        config,
-        attention=attention,
-        mlp=_fit_mlp(config.mlp, ways, weights),
-        padded_vocab=None if vocab == config.vocab else vocab,
-    )
+    fitted = dataclasses.replace(config, attention=attention, mlp=_fit_mlp(config.mlp, ways, weights))
     if isinstance(config, DecoderConfig):
         assert isinstance(fitted, DecoderConfig)
         mlps = tuple(_fit_mlp(mlp, ways, weights) for mlp in config.layer_mlps)
         fitted = dataclasses.replace(fitted, layer_mlps=mlps)
+    if not isinstance(config, ViTConfig) and ways["vocab"] > 1:
+        vocab = _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
+        if vocab != config.vocab:
+            takes["embed"] = takes["head"] = _padded(config.vocab, vocab)
+            assert not isinstance(fitted, ViTConfig)
+            fitted = dataclasses.replace(fitted, padded_vocab=vocab)
     fitting = Fitting(original=config, config=fitted, takes=takes)
     if stored == "int4":
         for linear, take in takes.items():
@@ -203,13 +212,15 @@ def _fit_mlp(mlp: MlpConfig, ways: Mapping[str, int], weights: WeightFormat) -> 
     return dataclasses.replace(mlp, hidden=hidden, moe=moe)
 
 
-def _fit_mlps(config: TransformerConfig, ways: Mapping[str, int], weights: WeightFormat) -> dict[str, Take]:
+def _fit_mlps(config: TransformerConfig | ViTConfig, ways: Mapping[str, int], weights: WeightFormat) -> dict[str, Take]:
     """Return what the matrices of MLPs take that are not as wide as their layer's MLP is stored."""
     takes = dict[str, Take]()
     shared = functools.cache(_padded)  # by layers that are alike
-    for layer in range(config.layers):
-        stored = config.mlp_in(layer)
-        fitted, name = _fit_mlp(stored, ways, weights), f"layers.{layer}.mlp"
+    mlps = {f"layers.{layer}.mlp": config.mlp_in(layer) for layer in range(config.layers)}
+    if isinstance(config, ViTConfig) and config.pooling_heads:
+        mlps["attention_pooling.mlp"] = config.mlp
+    for name, stored in mlps.items():
+        fitted = _fit_mlp(stored, ways, weights)
         pairs = {name if stored.moe is None else f"{name}.experts": (stored, fitted)}
         if stored.shared is not None and fitted.shared is not None:
             pairs[f"{name}.shared"] = stored.shared, fitted.shared

@@ -73,9 +73,15 @@ def test_a_mesh_of_one_device(saved):
     assert load_model(saved, mesh=MeshConfig()).mesh is not None
 
 
-def test_larger_meshes_are_refused(kind, saved):
-    with pytest.raises(ValueError, match=rf"mesh tensor=2: a model of images \({kind}\) runs on one device"):
-        open_model(saved, mesh=MeshConfig(tensor=2))
+def test_meshes(kind, saved):
+    assert open_model(saved, mesh=MeshConfig(data=2)).lanes == 2
+    if kind in ("classifier", "detector"):
+        with pytest.raises(ValueError, match=rf"mesh tensor=2: a convolutional network \({kind}\) has all its weights"):
+            open_model(saved, mesh=MeshConfig(tensor=2))
+    else:
+        assert open_model(saved, mesh=MeshConfig(tensor=2)).lanes == 1
+        with pytest.raises(ValueError, match="mesh pipeline=2: only decoders run in stages"):
+            open_model(saved, mesh=MeshConfig(pipeline=2))
 
 
 @pytest.mark.parametrize("kind", ["classifier", "detector"], indirect=True, scope="module")

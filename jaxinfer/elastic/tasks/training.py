@@ -15,6 +15,8 @@ from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.fields import AtLeast1, Positive, Seed, check_fields
 from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.devices import run_on
+from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.progress import long_work
@@ -56,13 +58,13 @@ class Trainer:
     """Trainer of tasks on one backbone.
 
     Args:
-      config: the model's config.
-      weights: the format of its leaves.
-      leaves: the model's leaves, in the order in which programs take them.
+      model: the backbone.
     """
 
-    def __init__(self, config: ViTConfig, weights: WeightFormat, leaves: Leaves):
-        self._config, self._weights, self._leaves = config, weights, leaves
+    def __init__(self, model: LoadedModel):
+        assert isinstance(model.config, ViTConfig)
+        self._config, self._weights, self._mesh = model.config, model.weights, model.mesh
+        self._leaves = list(model.leaves.values())
 
     def train(
         self,
@@ -87,6 +89,10 @@ class Trainer:
             learnt[count], heads[count] = self.prompts(dataset.images, dataset.labels, head, count, mode, options)
         return heads, learnt
 
+    def _run(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a program and wait for its results; Ctrl-C ends the wait."""
+        return interruptible(lambda: jax.block_until_ready(run_on(self._mesh, program, *arguments)))
+
     def features(self, images: np.ndarray) -> np.ndarray:
         """Compute the head's inputs at level 0, float32 [N, D]."""
         run, features = _features(self._config, self._weights), []
@@ -94,7 +100,7 @@ class Trainer:
             for first in range(0, len(images), _FEATURES_BATCH):
                 part = images[first : first + _FEATURES_BATCH]
                 padded = np.pad(part, ((0, _FEATURES_BATCH - len(part)), (0, 0), (0, 0), (0, 0)))
-                features.append(interruptible(lambda: np.asarray(run(self._leaves, padded)))[: len(part)])  # noqa: B023
+                features.append(np.asarray(self._run(run, self._leaves, padded))[: len(part)])
                 work.advance(len(part))
         return np.concatenate(features)
 
@@ -133,10 +139,7 @@ class Trainer:
             for done in range(0, options.steps, STEPS_AT_ONCE):
                 drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
                 given = head.weight, head.bias, images[drawn], labels[drawn]
-                # Waits for the steps, which would be counted too early otherwise.
-                params, state = interruptible(
-                    lambda: jax.block_until_ready(step(params, state, self._leaves, *given))  # noqa: B023
-                )
+                params, state = self._run(step, params, state, self._leaves, *given)
                 work.update(done=min(done + STEPS_AT_ONCE, options.steps))
         weight, bias = (
             np.array(start + options.head_rate * params[name])

@@ -213,18 +213,18 @@ def load_image_embedder(
     max_batch = check(f"{owner}.max_batch", max_batch, Size)
     mesh = open_mesh(mesh)
     split_options(options, mesh, owner=owner, others=_names(load_image_embedder))
-    given = {"mesh": build_mesh(mesh, rules)[0], "rules": rules, "context": context} | options
+    given = {"context": context} | options
     if isinstance(mesh, MeshFile):
         given |= mesh.memory
+    mesh, rules = build_mesh(mesh, rules)
     refused = sorted(name for name, value in given.items() if name not in ("level", "kernels") and value is not None)
     if refused:
         raise ValueError(
-            f"{owner}.{refused[0]}={given[refused[0]]!r} is not supported for an image model, which runs on one "
-            "device; leave it out."
+            f"{owner}.{refused[0]}={given[refused[0]]!r} is not supported for an image model; leave it out."
         )
     level, kernels = check("level", options.get("level", 0), int), check("kernels", options.get("kernels", True), bool)
     _begin_kernels(options)
-    opened = open_model(resolve(path), dtype=dtype, quantize=quantize)
+    opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     config = opened.config
     assert isinstance(config, ViTConfig)
     if not -(config.patches // 2) <= level <= 0:
@@ -234,7 +234,7 @@ def load_image_embedder(
     reservation = Reservation(f"{owner} {opened.name}")
     tenants = weight_tenants(opened, None)
     remedy = "use quantize='int4' or a smaller dtype, or close another model"
-    reservation.resize(sizes_of(devices_of(None), tenants), remedy=remedy)
+    reservation.resize(sizes_of(devices_of(mesh), tenants), remedy=remedy)
     model = opened.load()
     costs = open_costs(model, {"level": level}, kernels=kernels)
     engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels, costs=costs)

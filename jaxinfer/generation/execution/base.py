@@ -9,7 +9,7 @@ from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, Program
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.stats import ExecutorReport
-from jaxinfer.generation.execution.platforms import can_overlap
+from jaxinfer.models.devices import can_overlap, run_on
 from jaxinfer.models.files.loading import LoadedModel
 
 
@@ -27,7 +27,7 @@ class DevicePrograms[Buckets]:
     """
 
     def __init__(self, model: LoadedModel, config: SharedConfig, specs: Iterable[ProgramSpec[Any, Buckets]]):
-        self.overlap = can_overlap(model)
+        self.overlap = can_overlap(model.mesh)
         self._mesh, self._store = model.mesh, ExecutableStore()
         self.cache = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self._store)
 
@@ -37,8 +37,8 @@ class DevicePrograms[Buckets]:
 
     def run(self, sizes: Sizes, *arguments: Any) -> Any:
         """Call the program of these sizes; blocks until it is done on platforms where two must not run at once."""
-        result = self.cache.get(sizes)(*arguments)
-        return result if self.overlap else jax.block_until_ready(result)
+        program = self.cache.get(sizes)
+        return program(*arguments) if self.overlap else run_on(self._mesh, program, *arguments)
 
 
 class Passes(Protocol):

@@ -22,7 +22,7 @@ class ImageEngine:
 
     Args:
       model: the model.
-      max_batch: images of the largest batch; smaller ones have powers of two as sizes.
+      max_batch: images of the largest batch in each lane; smaller ones have powers of two as sizes.
       level: -r: each layer merges r tokens; 0: none.
       kernels: whether operations may run as kernels.
       costs: the record to which the time of each batch is added.
@@ -31,10 +31,17 @@ class ImageEngine:
     def __init__(self, model: LoadedModel, *, max_batch: int, level: int, kernels: bool, costs: Costs):
         assert isinstance(model.config, ViTConfig)
         self._config: ViTConfig = model.config
-        self._costs, self._max_batch = costs, max_batch
+        self._costs = costs
         self._forward: Forward[EmbedImages] | None = Forward(
-            embed_images.spec(model, level), max_batch=max_batch, kernels=kernels, store=ExecutableStore(), costs=costs
+            embed_images.spec(model, level),
+            max_batch=max_batch,
+            mesh=model.mesh,
+            lanes=model.lanes,
+            kernels=kernels,
+            store=ExecutableStore(),
+            costs=costs,
         )
+        self._max_batch = self._forward.sizes[-1]
         self._leaves: list[jax.Array] | None = list(model.leaves.values())
         self._lock = threading.RLock()  # held by batches and by `close`
         self._origin = Origin("This model")

@@ -5,7 +5,6 @@ import dataclasses
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.scheduler import STEP_SECONDS
-from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
 
@@ -37,13 +36,6 @@ def step_seconds(platform: str) -> float:
     # The host needs 1 to 2 ms to send a step, and on a CPU it takes them from the cores that compute; prompts take long
     # there, so that a request that comes hardly notices the longer step that it waits for.
     return 4 * STEP_SECONDS if platform == "cpu" else STEP_SECONDS
-
-
-def can_overlap(model: LoadedModel) -> bool:
-    """Return whether a step may be sent while another one runs."""
-    several = model.mesh is not None and model.mesh.size > 1
-    # Virtual devices on a CPU deadlock when the collectives of two programs are in flight.
-    return not (several and model.platform == "cpu")
 
 
 def shares_memory(platform: str) -> bool:

@@ -73,7 +73,7 @@ def test_what_is_for_texts_is_refused_by_name(embedder, folder):
         embedder.embed(image, truncate=False)
     with pytest.raises(ValueError, match=r"Embedder\.engine is not available for an image model"):
         _ = embedder.engine
-    for name, value in (("context", 4), ("mesh", MeshConfig(tensor=2)), ("weights", "host"), ("cache_bytes", 1)):
+    for name, value in (("context", 4), ("weights", "host"), ("cache_bytes", 1)):
         with pytest.raises((ValueError, TypeError), match=name):
             Embedder(folder, **{name: value})
     for level in (1, -9):
@@ -91,6 +91,15 @@ def test_quantised_or_with_merged_tokens_vectors_are_near(embedder, folder):
         assert np.sum(near * exact, axis=1).min() > 0.9
     with pytest.raises(ClosedError):
         other.embed(images)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(data=2), MeshConfig(data=2, tensor=3)], ids=["lanes", "lanes_of_parts"])
+def test_on_a_mesh_vectors_are_those_of_one_device(embedder, folder, mesh):
+    """Heads and MLPs do not divide by 3, that of the pooling included."""
+    images = read_expected(GOLDENS / "siglip_vision")["images"]
+    three = [images[1], images[0], images[1]]
+    with Embedder(folder, max_batch=2, mesh=mesh) as divided:
+        np.testing.assert_allclose(divided.embed(three), embedder.embed(three), atol=1e-5)
 
 
 def test_backbones_give_the_class_token(tmp_path):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.compiled import ProgramSpec
-from jaxinfer.execution.forward import BatchSize
+from jaxinfer.compiled.spec import shapes_of
+from jaxinfer.execution.forward import BatchSize, batch_sharding
 from jaxinfer.models import ViTConfig, WeightFormat
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
@@ -29,6 +30,7 @@ class _Static(NamedTuple):
 
     config: ViTConfig
     weights: WeightFormat
+    rules: ShardingRules
     adaptation: TokenAdaptation
 
 
@@ -38,7 +40,7 @@ def _build(static: _Static, sizes: EmbedImages) -> Callable[..., Any]:
     def function(leaves: list[jax.Array], images: jax.Array) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
-        with use_rules(ShardingRules()):
+        with use_rules(static.rules):
             model: ViT = merge_model(static.config, static.weights, leaves)
             features = model.features(images, static.adaptation).astype(jnp.float32)
             return features / jnp.linalg.norm(features, axis=-1, keepdims=True)
@@ -53,18 +55,20 @@ def spec(model: LoadedModel, level: int) -> ProgramSpec[EmbedImages, Iterable[in
       model: a vision transformer.
       level: -r: each layer merges r tokens; 0: none.
     """
-    config, leaves = model.config, list(model.leaves.values())
+    config, leaves = model.config, shapes_of(model.leaves.values())
+    sharding = batch_sharding(model.mesh, model.rules)
     assert isinstance(config, ViTConfig)
     merges = MergeSchedule.CONSTANT.merges(-level, config.layers) if level else ()
 
     def arguments(sizes: EmbedImages) -> tuple[Any, ...]:
         size = config.image_size
-        return leaves, jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
+        return leaves, jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8, sharding=sharding)
 
     return ProgramSpec(
         sizes=EmbedImages,
         build=_build,
-        static=_Static(config, model.weights, TokenAdaptation(merges=merges)),
+        static=_Static(config, model.weights, model.rules, TokenAdaptation(merges=merges)),
         arguments=arguments,
         reachable=lambda sizes: (EmbedImages(batch=size) for size in sizes),
+        out_shardings=lambda sizes: sharding,
     )
