@@ -64,7 +64,7 @@ class _File(_Strict):
     policy: dict[str, Any] = {}
     host_memory: str | int = 0
     max_batch: int = 8
-    max_queued: int | None = None
+    max_waiting: int | None = None
     dtype: str | None = None
     kernels: bool = True
 
@@ -134,7 +134,7 @@ class SystemConfig:
       policy: the scheduler's policy.
       host_memory: bytes of the host cache, where the policy uses one.
       max_batch: the largest batch.
-      max_queued: waiting requests beyond which inputs are refused; None: 10,000, or as many as have inputs of 512 MiB
+      max_waiting: waiting requests beyond which inputs are refused; None: 10,000, or as many as have inputs of 512 MiB
         together.
       dtype: the experts' matrices' dtype; None: as stored, but float32 on a CPU.
       kernels: whether operations may run as kernels; False: plain XLA.
@@ -148,12 +148,12 @@ class SystemConfig:
     policy: Policy = dataclasses.field(default_factory=lambda: policy_of("best"))
     host_memory: Bytes = 0
     max_batch: Size = 8
-    max_queued: AtLeast1 | None = None
+    max_waiting: AtLeast1 | None = None
     dtype: str | None = None
     kernels: bool = True
 
     def __post_init__(self) -> None:
-        names = ("name", "host_memory", "max_batch", "max_queued", "dtype", "kernels")
+        names = ("name", "host_memory", "max_batch", "max_waiting", "dtype", "kernels")
         check_fields(self, *names, error=ConfigError)
         for name in ("experts", "inputs", "executors"):
             if not getattr(self, name):
@@ -191,7 +191,7 @@ class SystemConfig:
                 policy=policy_of(mode or file.mode, **file.policy),
                 host_memory=parse_bytes("host_memory", file.host_memory),
                 max_batch=file.max_batch,
-                max_queued=file.max_queued,
+                max_waiting=file.max_waiting,
                 dtype=file.dtype,
                 kernels=file.kernels,
             )

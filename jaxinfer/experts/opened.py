@@ -63,7 +63,7 @@ class OpenedSystem:
       broken: the errors of the others.
       graph: which expert follows which, and each one's usage.
       devices: each executor's device.
-      max_queued: waiting requests beyond which inputs are refused.
+      max_waiting: waiting requests beyond which inputs are refused.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
@@ -89,8 +89,8 @@ class OpenedSystem:
         all_experts = sum(self._template_of(name).architecture.bytes for name in self._configs)
         kinds = [self._template_of(each.expert).kind for each in config.inputs]
         largest = max(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
-        self.max_queued = config.max_queued or default_max_waiting(largest)
-        in_memory = self.max_queued + len(self.devices) * config.max_batch  # those in batches do not wait
+        self.max_waiting = config.max_waiting or default_max_waiting(largest)
+        in_memory = self.max_waiting + len(self.devices) * config.max_batch  # those in batches do not wait
         self._reservation = _reserve(config, self.devices, all_experts, in_memory * largest, self._managers)
         self.graph = config.graph(self._info)
         self.check_memory()
@@ -112,7 +112,7 @@ class OpenedSystem:
 
         Args:
           policy: replaces the config's.
-          may_refuse: whether it refuses requests beyond `max_queued`.
+          may_refuse: whether it refuses requests beyond `max_waiting`.
         """
         config = self.config
         made = self._scheduler_type(
@@ -121,7 +121,7 @@ class OpenedSystem:
             self._executors(),
             policy or config.policy,
             host_bytes=config.host_memory,
-            max_queued=self.max_queued if may_refuse else None,
+            max_waiting=self.max_waiting if may_refuse else None,
         )
         if not self._managers:
             self._managers.append(made.manager)
@@ -358,7 +358,7 @@ def _reserve(
         offers[host_budget(), "host cache"] = lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0)
     sizes[host_budget(), "inputs that wait"] = inputs
     remedy = (
-        "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_queued"
+        "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_waiting"
     )
     try:
         reservation.resize(sizes, offers=offers, unused=True, remedy=remedy)

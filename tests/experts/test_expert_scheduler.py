@@ -303,7 +303,7 @@ def test_unknown_experts_are_refused():
 
 
 def test_a_full_queue_says_when_to_come_again():
-    system = scheduler("a", gpu(1), options={"max_queued": 2})
+    system = scheduler("a", gpu(1), options={"max_waiting": 2})
     submit(system, "aa")
     with pytest.raises(OverloadedError, match="2 requests wait, the limit is 2") as error:
         system.submit(request(2, "a"), 0)
@@ -313,7 +313,7 @@ def test_a_full_queue_says_when_to_come_again():
 
 
 def test_a_full_queue_without_executors():
-    system = scheduler("a", gpu(1), options={"max_queued": 0})
+    system = scheduler("a", gpu(1), options={"max_waiting": 0})
     system.remove_executor(0, 0)
     with pytest.raises((OverloadedError, ExecutorDiedError)):
         system.submit(request(0, "a"), 0)

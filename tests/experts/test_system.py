@@ -172,7 +172,7 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
 
 
 def test_a_run_waits_where_too_many_would(board, start):
-    system = start(*CLASSIFIERS, max_queued=3)
+    system = start(*CLASSIFIERS, max_waiting=3)
     given = inputs(50)
     for (name, value), result in zip(given, system.run(iter(given)), strict=True):
         check(board, name, value, result)
@@ -192,14 +192,14 @@ def test_inputs_that_wait_are_bounded_and_reserved(board, start):
         return {held.tenant: held.bytes for held in system.budgets["the host"].holdings if held.owner == OWNER}
 
     system = start("c0", "e0", executors=2, slots=20)
-    assert system.max_queued == 10_000
+    assert system.max_waiting == 10_000
     assert waiting(system)["inputs that wait"] == (10_000 + 2 * 2) * SIZE * SIZE * 3
     system.close()
     assert not system.budgets
-    system = start("e0", max_queued=7, slots=20)
+    system = start("e0", max_waiting=7, slots=20)
     assert waiting(system)["inputs that wait"] == (7 + 2) * 12 * 4  # token ids, int32
     large = ExpertConfig(name="c0", checkpoint=board / "c0", image_size=(4096, 4096))
-    assert start("c0", experts=(large,)).max_queued == (512 << 20) // (4096 * 4096 * 3)
+    assert start("c0", experts=(large,)).max_waiting == (512 << 20) // (4096 * 4096 * 3)
 
 
 def test_more_inputs_than_may_wait_by_default_are_refused(start, gate, monkeypatch):
@@ -221,8 +221,8 @@ def test_more_inputs_than_may_wait_by_default_are_refused(start, gate, monkeypat
 
 
 def test_inputs_that_wait_need_memory(start):
-    with pytest.raises(ConfigError, match=r"inputs that wait .*: give .* less .*, or lower max_queued"):
-        start("c0", max_queued=1 << 50)
+    with pytest.raises(ConfigError, match=r"inputs that wait .*: give .* less .*, or lower max_waiting"):
+        start("c0", max_waiting=1 << 50)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_a_file(tmp_path):
         ExecutorOptions(name="gpu-1", expert_memory=2 * 10**9, activation_memory=1000),
         ExecutorOptions(name="executor-1", device="cpu:0", expert_memory=5),
     )
-    assert (config.host_memory, config.max_batch, config.max_queued) == (1 << 20, 4, None)
+    assert (config.host_memory, config.max_batch, config.max_waiting) == (1 << 20, 4, None)
     assert (config.policy.evict, config.policy.prefetch) == ("two_stage", 1)
     assert read(tmp_path, FILE, mode="samba").policy.evict == "lru"
 
@@ -79,7 +79,7 @@ def test_a_file(tmp_path):
         ('host_memory = "1MiB"', 'host_memory = "much"', "host_memory must be bytes or a size"),
         ('host_memory = "1MiB"', "host_memory = -1", "host_memory must be bytes or a size .*, got -1"),
         ("max_batch = 4", "max_batch = 0", "max_batch must be an integer >= 1, .*, got 0"),
-        ("max_batch = 4", "max_queued = 0", "max_queued must be an integer >= 1, .*, got 0"),
+        ("max_batch = 4", "max_waiting = 0", "max_waiting must be an integer >= 1, .*, got 0"),
         ("pinned = true", "usage = -1", "experts.joint.usage must be a finite number >= 0 or None, got -1"),
         ("pinned = true", "usage = nan", "experts.joint.usage must be a finite number >= 0 or None, got nan"),
         ("pinned = true", "tokens = 0", "experts.joint.tokens must be an integer >= 1, .*, got 0"),

@@ -68,7 +68,7 @@ def test_statistics_show_it_in_every_mode(policy):
 
 
 def test_a_request_that_is_refused_does_not_count():
-    system = scheduler("a", gpu(1), options={"max_queued": 0})
+    system = scheduler("a", gpu(1), options={"max_waiting": 0})
     with pytest.raises(Exception, match="the limit is 0"):
         system.submit(request(0, "a"), 0)
     system.submit(request(0, "a", stage=1), 0)

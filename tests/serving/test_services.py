@@ -80,7 +80,7 @@ class Judging:
     """Two experts, of which one has room."""
 
     def __init__(self, board):
-        system = config(board, ["c0", "c1"], slots=1, host=1, max_queued=LIMIT)
+        system = config(board, ["c0", "c1"], slots=1, host=1, max_waiting=LIMIT)
         self._system = System(system, profiles=AnyProfiles())
         self.loop = self._system._decider.loop
 

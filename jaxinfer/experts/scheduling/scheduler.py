@@ -52,7 +52,7 @@ class Scheduler:
       executors: the executors' configs in the order of their indices, accelerators first.
       policy: the policy to follow.
       host_bytes: bytes of the host cache, where the policy uses one.
-      max_queued: waiting requests beyond which new ones are refused.
+      max_waiting: waiting requests beyond which new ones are refused.
 
     Attributes:
       manager: the manager of the experts' memory.
@@ -70,12 +70,12 @@ class Scheduler:
         policy: Policy,
         *,
         host_bytes: int = 0,
-        max_queued: int | None = None,
+        max_waiting: int | None = None,
     ):
         self.graph, self.profiles, self.policy = graph, profiles, policy
         self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
-        self._max_queued = max_queued
+        self._max_waiting = max_waiting
         self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap of (deadline, number, request); some have begun
         self._count = itertools.count()
@@ -110,10 +110,10 @@ class Scheduler:
     def _check_room(self, request: Request, now: float, ahead: int = 0, seconds: float = 0.0) -> None:
         """Raise OverloadedError if too many wait. seconds: what each of those that are `ahead` may take."""
         waiting = self.queued + ahead
-        if self._max_queued is not None and request.stage == 0 and waiting >= self._max_queued:
+        if self._max_waiting is not None and request.stage == 0 and waiting >= self._max_waiting:
             wait = min((x.total(now) for x in self.executors if x.alive), default=0.0) + ahead * seconds
             raise OverloadedError(
-                f"{waiting} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
+                f"{waiting} requests wait, the limit is {self._max_waiting}; try again in {wait:.1f} s.", wait
             )
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:

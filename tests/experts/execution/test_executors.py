@@ -89,7 +89,7 @@ def judging(monkeypatch):
 
 
 def test_overload(board, blocked, gate):
-    system, first = blocked(max_queued=2)
+    system, first = blocked(max_waiting=2)
     others = [system.submit("c0", image(1)), system.submit("c2", image(2))]
     with pytest.raises(OverloadedError, match="2 requests wait, the limit is 2; try again in") as error:
         system.submit("c0", image(3))
