@@ -484,12 +484,15 @@ class Outcome:
 
 def inspect(folder: Path, mode: str, inputs: list[tuple[str, np.ndarray]], outcome: Outcome) -> None:
     with System.from_config(folder / "board.toml", mode=mode) as system:
-        outcome.statistics, start = system.statistics, time.perf_counter()
-        with long_work(f"inspecting ({mode})", total=len(inputs)) as work:
-            for result in system.run(inputs):
-                outcome.results.append(result)
-                outcome.seconds = time.perf_counter() - start
-                work.advance()
+        start = time.perf_counter()
+        try:
+            with long_work(f"inspecting ({mode})", total=len(inputs)) as work:
+                for result in system.run(inputs):
+                    outcome.results.append(result)
+                    outcome.seconds = time.perf_counter() - start
+                    work.advance()
+        finally:
+            outcome.statistics = system.stats()
 
 
 class Score(NamedTuple):

@@ -187,7 +187,6 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
         "Policy": Policy,
         "Rule": lambda **o: Rule(expert="a", verdict="b", next="c", **o),
         "System.close": lambda **o: System(config(board, ["c0"]), profiles=AnyProfiles()).close(**o),
-        "System.judge": lambda **o: asyncio.run(system.judge("c0", image(0), **o)),
         "System.submit": lambda **o: system.submit("c0", image(0), **o).result(),
         "SystemConfig": lambda **o: config(board, ["c0"], **o),
         "Dataset.split": lambda **o: stripes().split(**{"share": 0.2} | o),

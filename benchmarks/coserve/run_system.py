@@ -94,13 +94,11 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     made, disk = config(Path(options["folder"]), options), Disk(options["bandwidth"])
 
     def build(scheduler: Callable[..., Scheduler] = Scheduler, profiles: Profiles | None = None) -> System:
-        class MeasuredSystem(System):
-            _preadv, _scheduler_type = disk, staticmethod(scheduler)
-
-        return MeasuredSystem(made, profiles=profiles, progress=False)
+        opened = OpenedSystem(made, progress=False, preadv=disk, scheduler_type=scheduler)
+        return System(opened, profiles=profiles, progress=False)
 
     if options["way"] == "rates":
-        opened = type("MeasuredOpenedSystem", (OpenedSystem,), {"_preadv": disk})(made, progress=False)
+        opened = OpenedSystem(made, progress=False, preadv=disk)
         return _rates(opened, opened.measure())
     trace = inputs_of(options["requests"], options["seed"], rate=options["rate"])
     image = np.zeros((options["pixels"], options["pixels"], 3), np.uint8)
@@ -128,7 +126,7 @@ def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarr
     results = [future.result() for future in futures]
     seconds = time.perf_counter() - begun
     assert [[stage.expert for stage in result.stages] for result in results] == [list(item.experts) for item in trace]
-    counted = system.statistics
+    counted = system.stats()
     latencies = [result.latency for result in results]
     return {
         "seconds": seconds,
@@ -178,7 +176,7 @@ def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]
 
 def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
     """Simulate the same system and trace with the costs seen in the run."""
-    outcome = _simulate(system, system.profiles, trace)
+    outcome = _simulate(system.opened, system.profiles, trace)
     profiles = {
         " on ".join(key): {"k": p.k, "b": p.b, "max_batch": p.max_batch, "load": dict(p.load), "evict": p.evict}
         for key, p in system.profiles.items()

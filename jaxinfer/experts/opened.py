@@ -1,4 +1,4 @@
-"""A system of experts before it runs: checkpoints opened and checked, costs measured, programs compiled."""
+"""A system of experts before it runs: checkpoints opened, memory reserved, costs measured, programs compiled."""
 
 import itertools
 import logging
@@ -20,6 +20,7 @@ from jaxinfer.experts.execution.architectures import Architecture, ArchitectureP
 from jaxinfer.experts.execution.kinds import NOTHING, ExpertKind, kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.experts.execution.profiler import Measured, measure
+from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
 from jaxinfer.experts.scheduling.expert_manager import ExpertManager
 from jaxinfer.experts.scheduling.experts import ExpertInfo, Rule
@@ -53,9 +54,13 @@ Most arrays of a convolutional model are small.
 class OpenedSystem:
     """The experts of a config, opened and checked; nothing is loaded and no thread runs.
 
+    It has the device side of a system. `System` runs it, and tools plan and simulate with it.
+
     Args:
       config: the system's config.
       progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
+      preadv: reads the experts' files, as `os.preadv` does; its `repr` names the disk in the record of costs.
+      scheduler_type: makes schedulers from the arguments of `Scheduler`.
 
     Attributes:
       config: the config given.
@@ -69,17 +74,20 @@ class OpenedSystem:
     as long as there is another one.
     """
 
-    # What reads experts' files, and what makes schedulers: subclasses in benchmarks and tests have others.
-    _preadv: Callable[[int, list[Any], int], int] = staticmethod(os.preadv)
-    _scheduler_type: Callable[..., Scheduler] = Scheduler
-
-    def __init__(self, config: SystemConfig, *, progress: ProgressOption = None):
-        self.config = config
+    def __init__(
+        self,
+        config: SystemConfig,
+        *,
+        progress: ProgressOption = None,
+        preadv: Callable[[int, list[Any], int], int] = os.preadv,
+        scheduler_type: Callable[..., Scheduler] = Scheduler,
+    ):
+        self.config, self._preadv, self._scheduler_type = config, preadv, scheduler_type
         self._configs = {expert.name: expert for expert in config.experts}
         self.broken: dict[str, Exception] = {}
         self.experts: dict[str, OpenedExpert] = {}
         self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
-        self._managers: list[ExpertManager] = []  # those of the first scheduler, which runs
+        self._managers: list[ExpertManager] = []  # the one of the scheduler that runs, once there is one
         config.graph()  # routes that cannot be are refused before anything is opened
         self.devices = [_device(executor) for executor in config.executors]
         map_large_arrays(SMALLEST_MAPPED)
@@ -114,18 +122,26 @@ class OpenedSystem:
           policy: replaces the config's.
           may_refuse: whether it refuses requests beyond `max_waiting`.
         """
-        config = self.config
-        made = self._scheduler_type(
+        return self._scheduler_type(
             self.graph,
             profiles,
             self._executors(),
-            policy or config.policy,
-            host_bytes=config.host_memory,
+            policy or self.config.policy,
+            host_bytes=self.config.host_memory,
             max_waiting=self.max_waiting if may_refuse else None,
         )
-        if not self._managers:
-            self._managers.append(made.manager)
-        return made
+
+    def make_runner(self, scheduler: Scheduler) -> ExpertRunner:
+        """Compile the programs of a scheduler's executors, and make the runner that carries out its actions.
+
+        From now on, `budgets` offer the memory of experts that this scheduler could evict.
+        """
+        devices = {x.pool.index: device for x, device in zip(scheduler.executors, self.devices, strict=False)}
+        with showing(self._progress):
+            self._compile(scheduler.profiles, self.devices[: len(scheduler.executors)])
+        loader = self._loader([devices[pool.index] for pool in scheduler.manager.pools])
+        self._managers[:] = [scheduler.manager]
+        return ExpertRunner(scheduler.executors, self.devices, self.experts, self._programs, loader)
 
     def check_memory(self, policy: Policy | None = None) -> None:
         """Check that every expert has room somewhere, whatever batches take: before costs are measured.
@@ -168,13 +184,51 @@ class OpenedSystem:
         pairs = [(architecture, device) for architecture in architectures for device in devices.values()]
         pairs.sort(key=lambda key: (key[0].name, str(key[1])))
         with showing(self._progress):
-            self._prepare()
+            self.write_files()
             with long_work("measuring architectures", total=len(pairs)) as work:
                 for architecture, device in pairs:
                     measured[architecture.name, device.platform] = self._measure(
                         architecture, device, remeasure=remeasure
                     )
                     work.advance()
+
+    def write_files(self) -> None:
+        """Write the layer files of the experts that have none yet. Experts whose files are damaged become `broken`."""
+        with showing(self._progress), long_work("writing files of experts", total=len(self.experts)) as work:
+            for expert in list(self.experts.values()):
+                try:
+                    write_expert(expert.opened)
+                except CheckpointError as error:
+                    self.mark_broken(expert.name, error)
+                work.advance()
+
+    def find(self, name: str) -> OpenedExpert:
+        """Find the expert, opening it again if that failed before. Raises LoadError."""
+        if name not in self.experts:
+            try:
+                expert = self._open_expert(name)
+            except (CheckpointError, ConfigError, OSError) as error:
+                raise LoadError(str(error)) from error
+            if expert.architecture not in {other.architecture for other in self.experts.values()}:
+                raise LoadError(
+                    f"its architecture is {expert.architecture.name}, which no expert had that was there at the start; "
+                    "start the system again."
+                )
+            differs = expert.architecture != self._template_of(name).architecture
+            self.experts[name] = expert
+            self.broken.pop(name, None)
+            if differs:
+                self.graph.experts[name] = self._info(self._configs[name])
+        return self.experts[name]
+
+    def mark_broken(self, name: str, error: Exception) -> None:
+        """Note that an expert cannot be used, and why."""
+        self.broken[name] = error
+        log.warning("expert %s cannot be used: %s", name, error)
+
+    def release(self) -> None:
+        """Give the reserved memory back."""
+        self._reservation.release()
 
     # -- parts --
 
@@ -208,7 +262,7 @@ class OpenedSystem:
                 try:
                     self.experts[name] = self._open_expert(name)
                 except (CheckpointError, OSError) as error:
-                    self._mark_broken(name, error)
+                    self.mark_broken(name, error)
                 work.advance()
         if not self.experts:
             raise LoadError(f"no expert can be opened; the first: {next(iter(self.broken.values()))}")
@@ -234,53 +288,20 @@ class OpenedSystem:
                         f"{kind.takes}; an input goes on as it is: give both the same image_size, or tokenizer."
                     )
 
-    def _mark_broken(self, name: str, error: Exception) -> None:
-        self.broken[name] = error
-        log.warning("expert %s cannot be used: %s", name, error)
-
     def _template_of(self, name: str) -> OpenedExpert:
         """The expert; if it cannot be opened, the one it is assumed to be like: the named one, or the first."""
         named = self._configs[name].like or name
         return self.experts.get(name) or self.experts.get(named) or next(iter(self.experts.values()))
 
-    def _find(self, name: str) -> OpenedExpert:
-        """Find the expert, opening it again if that failed before. Raises LoadError."""
-        if name not in self.experts:
-            try:
-                expert = self._open_expert(name)
-            except (CheckpointError, ConfigError, OSError) as error:
-                raise LoadError(str(error)) from error
-            if expert.architecture not in {other.architecture for other in self.experts.values()}:
-                raise LoadError(
-                    f"its architecture is {expert.architecture.name}, which no expert had that was there at the start; "
-                    "start the system again."
-                )
-            differs = expert.architecture != self._template_of(name).architecture
-            self.experts[name] = expert
-            self.broken.pop(name, None)
-            if differs:
-                self.graph.experts[name] = self._info(self._configs[name])
-        return self.experts[name]
-
     def _find_to_load(self, name: str) -> OpenedExpert:
         """Find the expert for a load, which has room only for the assumed architecture. Raises LoadError."""
-        assumed, expert = self.graph.experts[name], self._find(name)
+        assumed, expert = self.graph.experts[name], self.find(name)
         if self.graph.experts[name].architecture != assumed.architecture:
             raise LoadError(
                 f"it was not there at the start, was taken to be a {assumed.architecture}, and is a "
                 f"{expert.architecture.name}, which is known from now on; `like` in the config says so beforehand."
             )
         return expert
-
-    def _prepare(self) -> None:
-        """Write the files of experts that have none yet."""
-        with long_work("writing files of experts", total=len(self.experts)) as work:
-            for expert in list(self.experts.values()):
-                try:
-                    write_expert(expert.opened)
-                except CheckpointError as error:
-                    self._mark_broken(expert.name, error)
-                work.advance()
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
         """An expert's description for the scheduler."""
@@ -317,7 +338,7 @@ class OpenedSystem:
     def _loader(self, devices: list[Any]) -> ExpertLoader:
         """A loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
-        method = weakref.WeakMethod(self._find_to_load)  # weak: the loader must not keep the system alive
+        method = weakref.WeakMethod(self._find_to_load)  # weak: a dropped system gives its memory back at once
 
         def find(name: str) -> OpenedExpert:
             if (find_to_load := method()) is None:
@@ -339,7 +360,7 @@ def _reserve(
     Args:
       all_experts: bytes of all experts together, which no pool exceeds.
       inputs: bytes of the inputs that may be in memory.
-      managers: the first one, once it exists, says which experts could leave.
+      managers: that of the scheduler that runs, once there is one, says which experts could leave.
 
     Raises ConfigError where a device or the host has less memory.
     """

@@ -1,6 +1,5 @@
 """A system of experts, as users hold it."""
 
-import asyncio
 import logging
 import os
 from collections import deque
@@ -12,21 +11,25 @@ import numpy as np
 
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
-from jaxinfer.experts.execution.decider import InputDecider
+from jaxinfer.experts.execution.decider import InputDecider, InputTicket
 from jaxinfer.experts.execution.kinds import Judgement
+from jaxinfer.experts.execution.loader import OpenedExpert
 from jaxinfer.experts.execution.observed import ObservedProfiles
-from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
+from jaxinfer.experts.scheduling.experts import ExpertGraph
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
 from jaxinfer.fields import NotNegative, check
 from jaxinfer.models.vision.image_files import AnyImage, pixels_of
 from jaxinfer.progress import ProgressOption, long_work, showing
+from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import OverloadedError
+from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.heap import trim_heap
-from jaxinfer.serving.lifecycle import Closeable, check_timeout
+from jaxinfer.serving.loop import Loop
+from jaxinfer.serving.served import Served
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ IN_FLIGHT = 1024
 """Maximum number of inputs under way, and so in memory, of one `System.run`."""
 
 
-class System(OpenedSystem, Closeable):
+class System(Served):
     """A system of expert models that share less memory than they need together (CoServe).
 
     Experts with the same shapes share their programs. Costs are measured once per architecture and device, and kept.
@@ -44,9 +47,15 @@ class System(OpenedSystem, Closeable):
     ...         print(result.verdict)
 
     Args:
-      config: the system's config.
+      config: the system's config; or the system opened already, which then belongs to this one.
       profiles: initial costs by architecture and device, instead of measured ones.
       progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
+
+    Attributes:
+      opened: the opened checkpoints, programs and reserved memory that it runs.
+      profiles: the experts' costs, corrected by what loads and batches really take.
+      scheduler: decides what is loaded and runs.
+      initial_experts: the experts that were loaded at the start.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
     its requests fail with LoadError, others go on.
@@ -54,22 +63,21 @@ class System(OpenedSystem, Closeable):
 
     def __init__(
         self,
-        config: SystemConfig,
+        config: SystemConfig | OpenedSystem,
         *,
         profiles: Mapping[tuple[str, str], Profile] | None = None,
         progress: ProgressOption = None,
     ):
-        super().__init__(config, progress=progress)
         with showing(progress):
+            self.opened = config if isinstance(config, OpenedSystem) else OpenedSystem(config)
             if profiles is None:
-                profiles = self.measure()
+                profiles = self.opened.measure()
             else:
-                self._prepare()
+                self.opened.write_files()
             self.profiles = ObservedProfiles(profiles)
-            self.scheduler = self.make_scheduler(self.profiles)
-            self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
-            self._start()
-        self._runner = ExpertRunner(self.scheduler.executors, self.devices, self.experts, self._programs, self._weights)
+            self.scheduler = self.opened.make_scheduler(self.profiles)
+            self._runner = self.opened.make_runner(self.scheduler)
+            self.initial_experts = self._load_placed()
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
         self._decider.loop.stop_when_dropped(self)
 
@@ -87,8 +95,8 @@ class System(OpenedSystem, Closeable):
 
     # -- for users --
 
-    def submit(self, kind: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
-        """Submit an input and return a future at once.
+    def submit(self, kind: str, value: Any, *, deadline: float | None = None) -> TicketFuture[Result]:
+        """Submit an input and return its future at once, for a thread to ask or a coroutine to await.
 
         Args:
           kind: the name of one of the config's inputs.
@@ -107,7 +115,7 @@ class System(OpenedSystem, Closeable):
         except ValueError as error:
             raise InvalidInputError(str(error)) from None
         first = self.graph.first(kind)
-        return self._decider.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
+        return self._decider.serve(first, self.opened.find(first).kind.check(value), within=deadline, owner=self)
 
     def load_image(self, kind: str, image: AnyImage) -> np.ndarray:
         """Resize and crop an image of any size as the first expert of a kind of input needs it.
@@ -121,15 +129,11 @@ class System(OpenedSystem, Closeable):
 
         Raises RoutingError, InvalidInputError, LoadError, and MissingExtraError without Pillow.
         """
-        expert = self._find(self.graph.first(kind))
+        expert = self.opened.find(self.graph.first(kind))
         try:
             return expert.kind.fit(pixels_of(image))
         except ValueError as error:
             raise InvalidInputError(str(error)) from error
-
-    async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
-        """Submit an input and wait for its result, in a coroutine; cancelling it cancels the request."""
-        return await asyncio.wrap_future(self.submit(kind, value, deadline=deadline))
 
     @overload
     def run(self, inputs: Iterable[tuple[str, Any]], *, return_errors: Literal[False] = False) -> Iterator[Result]: ...
@@ -190,14 +194,9 @@ class System(OpenedSystem, Closeable):
         """Load a failed expert again at once, such as after its checkpoint was repaired."""
         self._decider.retry(self.graph.require(expert).name)
 
-    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Close the system (see `Closeable`). Running requests may finish; new inputs are refused."""
-        timeout = check_timeout(timeout)
-        try:
-            self._decider.loop.close(drain=drain, timeout=timeout)
-        finally:
-            self._reservation.release()
-            trim_heap()
+    def stats(self) -> ExpertStatistics:
+        """Return the counters of inputs, loads by source and batches so far, and where time went."""
+        return self._decider.loop.stats()
 
     def run_now(self, action: Action) -> Sequence[Judgement]:
         """Carry out a scheduler's action now: for a `Simulator(system.scheduler, act=system.run_now)`.
@@ -207,35 +206,49 @@ class System(OpenedSystem, Closeable):
         return self._runner.run_now(action)
 
     @property
-    def is_running(self) -> bool:
-        """Whether inputs are accepted."""
-        return self._decider.loop.is_running
+    def graph(self) -> ExpertGraph:
+        """Which expert follows which, and each one's usage."""
+        return self.opened.graph
 
     @property
-    def statistics(self) -> ExpertStatistics:
-        """Counters of inputs, loads by source and batches, and where time went."""
-        return self.scheduler.statistics
+    def experts(self) -> Mapping[str, OpenedExpert]:
+        """The experts whose checkpoints opened."""
+        return self.opened.experts
 
     @property
-    def initial_experts(self) -> set[str]:
-        """The experts that were loaded at the start."""
-        return self._initial_experts
+    def broken(self) -> Mapping[str, Exception]:
+        """The errors of the experts that cannot be used."""
+        return self.opened.broken
 
-    def _start(self) -> None:
-        """Load the experts that are placed at the start."""
-        devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
-        self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
-        placed = [(pool, name) for pool, names in self.scheduler.manager.place().items() for name in names]
-        self._initial_experts: set[str] = set()
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """The budget of each memory that the system uses, by name, with each owner's bytes."""
+        return self.opened.budgets
+
+    # -- parts --
+
+    @property
+    def _serving_loop(self) -> Loop[InputTicket]:
+        return self._decider.loop
+
+    def _free(self) -> None:
+        self.opened.release()
+        trim_heap()
+
+    def _load_placed(self) -> set[str]:
+        """Load the experts that are placed at the start; return those that could be loaded."""
+        manager, loaded = self.scheduler.manager, set[str]()
+        placed = [(pool, name) for pool, names in manager.place().items() for name in names]
         with long_work("loading experts", total=len(placed)) as work:
             for pool, name in placed:
                 try:
-                    self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
-                    self._initial_experts.add(name)
+                    self.run_now(Load(executor=0, pool=pool, expert=name, tier="disk"))
+                    loaded.add(name)
                 except InsufficientMemoryError as error:
                     log.warning("%s", error)
-                    self.scheduler.manager.remove_placed(pool, name)
+                    manager.remove_placed(pool, name)
                 except LoadError as error:
-                    self._mark_broken(name, error)
-                    self.scheduler.manager.remove_placed(pool, name)
+                    self.opened.mark_broken(name, error)
+                    manager.remove_placed(pool, name)
                 work.advance()
+        return loaded

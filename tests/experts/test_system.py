@@ -32,7 +32,7 @@ from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling import scheduler
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
-from jaxinfer.experts.system import IN_FLIGHT, System
+from jaxinfer.experts.system import IN_FLIGHT
 from jaxinfer.serving.errors import OverloadedError
 from tests.experts.boards import (
     CLASSIFIERS,
@@ -95,8 +95,8 @@ def test_answers_stay_right_while_experts_come_and_go(board, start, mode):
     given = inputs(60)
     for (name, value), result in zip(given, system.run(given), strict=True):
         check(board, name, value, result)
-    assert system.statistics.switches > 0
-    assert system.statistics.requests == 60
+    assert system.stats().switches > 0
+    assert system.stats().requests == 60
 
 
 def test_experts_of_an_architecture_share_their_programs(board, start, tmp_path):
@@ -106,7 +106,7 @@ def test_experts_of_an_architecture_share_their_programs(board, start, tmp_path)
     names = [f"c{number}" for number in range(40)]
     system = start(*names, folder=tmp_path / "board", slots=3, costs=dataclasses.replace(COSTS, max_batch=4))
     assert len(list(system.run([(name, image(0)) for name in names * 2]))) == 80
-    assert system.compiled == 3  # batches of 1, 2 and 4
+    assert system.opened.compiled == 3  # batches of 1, 2 and 4
     assert len({expert.architecture for expert in system.experts.values()}) == 1
 
 
@@ -128,7 +128,7 @@ def test_an_event_loop(board, start):
     system = start(slots=2)
 
     async def judge():
-        return await asyncio.gather(*(system.judge(name, value) for name, value in inputs(10)))
+        return await asyncio.gather(*(system.submit(name, value) for name, value in inputs(10)))
 
     for (name, value), result in zip(inputs(10), asyncio.run(judge()), strict=True):
         check(board, name, value, result)
@@ -162,7 +162,7 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
             system.load_image(kind, bad)
     with pytest.raises(RoutingError, match="unknown kind of input 'c7'"):
         system.load_image("c7", image(0))
-    assert system.statistics.failed == 0
+    assert system.stats().failed == 0
     assert len(list(system.run([("c0", system.load_image("c0", image(0)))]))) == 1
     with pytest.raises(InvalidInputError):
         list(system.run([("c0", image(0)), ("c0", None)]))
@@ -181,7 +181,7 @@ def test_a_run_waits_where_too_many_would(board, start):
 def test_statistics_show_the_usage_of_experts(start):
     system = start("c0", "c1", "c2")
     list(system.run(inputs(20, names=("c2",))))
-    assert system.statistics.usage["c2"] > 0.4 > system.statistics.usage["c1"] > 0.2
+    assert system.stats().usage["c2"] > 0.4 > system.stats().usage["c1"] > 0.2
     assert system.graph.usage["c2"] == pytest.approx(1 / 3)
 
 
@@ -192,14 +192,14 @@ def test_inputs_that_wait_are_bounded_and_reserved(board, start):
         return {held.tenant: held.bytes for held in system.budgets["the host"].holdings if held.owner == OWNER}
 
     system = start("c0", "e0", executors=2, slots=20)
-    assert system.max_waiting == 10_000
+    assert system.opened.max_waiting == 10_000
     assert waiting(system)["inputs that wait"] == (10_000 + 2 * 2) * SIZE * SIZE * 3
     system.close()
     assert not system.budgets
     system = start("e0", max_waiting=7, slots=20)
     assert waiting(system)["inputs that wait"] == (7 + 2) * 12 * 4  # token ids, int32
     large = ExpertConfig(name="c0", checkpoint=board / "c0", image_size=(4096, 4096))
-    assert start("c0", experts=(large,)).max_waiting == (512 << 20) // (4096 * 4096 * 3)
+    assert start("c0", experts=(large,)).opened.max_waiting == (512 << 20) // (4096 * 4096 * 3)
 
 
 def test_more_inputs_than_may_wait_by_default_are_refused(start, gate, monkeypatch):
@@ -440,7 +440,7 @@ def test_loads_are_those_of_the_simulation(start, mode):
     rules = [("c0", "ok", "c4"), ("c1", "defect", "c4")]
     system = start(*CLASSIFIERS, mode=mode, executors=2, slots=1, host=1, rules=rules)
     trace = draw_trace(system.graph, 80, interval=1e-3)
-    alone = system.make_scheduler(system.profiles)
+    alone = system.opened.make_scheduler(system.profiles)
     alone.manager.place()
     wanted = Simulator(alone).run(trace)
     found = Simulator(system.scheduler, act=system.run_now).run(trace)
@@ -449,20 +449,18 @@ def test_loads_are_those_of_the_simulation(start, mode):
     assert found.statistics.switches > 5
 
 
-def test_a_replay_does_the_same(board, start, monkeypatch):
+def test_a_replay_does_the_same(board, start):
     given, modes = inputs(40), {"mode": "paper", "executors": 2, "slots": 1}
-    monkeypatch.setattr(System, "_scheduler_type", Recorder)
     with pytest.raises(ConfigError, match="without prefetch and shared pools"):
-        start(mode="best")
-    first = start(**modes)
+        start(mode="best", scheduler_type=Recorder)
+    first = start(**modes, scheduler_type=Recorder)
     list(first.run(given))
     replay = functools.partial(Replayer, recording=first.scheduler.recording)
-    monkeypatch.setattr(System, "_scheduler_type", staticmethod(replay))
-    second = start(**modes)
+    second = start(**modes, scheduler_type=replay)
     for (name, value), result in zip(given, second.run(given), strict=True):
         check(board, name, value, result)
-    assert second.statistics.loads == first.statistics.loads
-    assert second.statistics.batches == first.statistics.batches
+    assert second.stats().loads == first.stats().loads
+    assert second.stats().batches == first.stats().batches
 
 
 # Measuring
@@ -521,7 +519,7 @@ class Probe:
 
     def __init__(self, system):
         self.system, self.worst = system, 0.0
-        loader = system._weights
+        loader = system._runner.loader
         prepare = loader.prepare
 
         def probed(load, *given):

@@ -148,7 +148,7 @@ def run(
         try:
             judging.judge(system, inputs, summary, typer.echo, as_json=json)
         finally:  # after Ctrl-C too
-            typer.echo(summary.text(system.statistics), err=json)
+            typer.echo(summary.text(system.stats()), err=json)
     if summary.failed:
         raise typer.Exit(1)
 

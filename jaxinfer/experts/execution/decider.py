@@ -4,7 +4,6 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from jaxinfer.experts.results import Result, Stage
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.serving.errors import ServingError, with_output
+from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import Ticket
 
@@ -63,7 +63,7 @@ class InputDecider(Decider[InputTicket]):
         self.loop = Loop(self, what="This system", name="experts", lanes=lanes, statistics=self.statistics)
         self.loop.start()
 
-    def serve(self, expert: str, value: np.ndarray, *, within: float | None, owner: object) -> Future[Result]:
+    def serve(self, expert: str, value: np.ndarray, *, within: float | None, owner: object) -> TicketFuture[Result]:
         """Have an expert, and those that follow it, judge an input; `owner` lives until then.
 
         Args:

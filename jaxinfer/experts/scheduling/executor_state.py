@@ -89,6 +89,10 @@ class ExpertStatistics(Statistics):
     loading_seconds: float = 0.0
     usage: Mapping[str, float] = dataclasses.field(default_factory=dict, repr=False)
 
+    def __str__(self) -> str:
+        loads = f"{self.switches} loads ({self.loads['disk']} from disk, {self.loads['host']} from the host)"
+        return f"{super().__str__()}; {self.batches} batches; {loads}"
+
     @property
     def switches(self) -> int:
         """The number of loads."""

@@ -21,7 +21,6 @@ from jaxinfer.experts.errors import (
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import scheduler
-from jaxinfer.experts.system import System
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
@@ -55,13 +54,11 @@ def gate():
 
 
 @pytest.fixture
-def blocked(start, gate, monkeypatch):
+def blocked(start, gate):
     """A system whose only executor waits for c1, which c0 makes room for; and the request for it."""
 
-    monkeypatch.setattr(System, "_preadv", gate)
-
     def made(**changes):
-        system = start("c0", "c1", "c2", **{"mode": "paper", "slots": 1, **changes})
+        system = start("c0", "c1", "c2", **{"mode": "paper", "slots": 1, "preadv": gate, **changes})
         gate.open.clear()
         first = system.submit("c1", image(0))
         assert gate.waiting.wait(SECONDS)
@@ -118,7 +115,7 @@ def test_a_deadline_ends_a_request_while_nothing_else_happens(blocked, gate):
     assert not first.done()
     gate.open.set()
     assert first.result(SECONDS).verdict
-    assert system.statistics.switches == 1  # none for the one that was late
+    assert system.stats().switches == 1  # none for the one that was late
 
 
 @pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0, "soon", True])
@@ -143,14 +140,14 @@ def test_cancel(board, blocked, gate):
     gate.open.set()
     assert is_right(board, "c0", image(2), other.result(SECONDS))
     system.close(timeout=SECONDS)
-    assert system.statistics.requests == 1
+    assert system.stats().requests == 1
 
 
 def test_a_cancelled_coroutine_gives_its_request_up(blocked, gate):
     system, _ = blocked()
 
     async def judge():
-        task = asyncio.create_task(system.judge("c0", image(1)))
+        task = asyncio.ensure_future(system.submit("c0", image(1)))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -175,7 +172,7 @@ def test_what_follows_a_cancelled_request_does_not_run(start, judging):
     assert future.cancel()
     go_on.set()
     system.close(timeout=SECONDS)
-    assert system.statistics.requests == 1
+    assert system.stats().requests == 1
 
 
 # Weights that cannot be loaded
@@ -245,7 +242,7 @@ def test_no_expert_can_be_loaded(start, copies):
     for future in futures:
         with pytest.raises(LoadError):
             future.result(SECONDS)
-    assert system.statistics.failed == 3
+    assert system.stats().failed == 3
 
 
 def without_memory(monkeypatch, when):
@@ -269,7 +266,7 @@ def test_a_load_that_finds_no_memory_is_tried_again(board, start, monkeypatch):
     for name in (others[0], *sorted(system.initial_experts)):
         assert is_right(board, name, image(0), system.submit(name, image(0)).result(SECONDS))
     assert count[0] >= 2
-    assert system.statistics.failed == 0
+    assert system.stats().failed == 0
     assert system.scheduler.manager.limited
     assert system.scheduler.manager.pools[0].budget < 3 * architecture(board / "c0").bytes
 
@@ -407,7 +404,7 @@ def test_a_load_that_ends_by_what_is_no_error(board, start, monkeypatch):
     system = start("c0", "c1", slots=1, mode="paper")
     monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(system._weights, "_load", lambda load, source: (_ for _ in ()).throw(Killed))
+        patch.setattr(system._runner.loader, "_load", lambda load, source: (_ for _ in ()).throw(Killed))
         with pytest.raises(LoadError, match="Killed"):
             system.submit("c1", image(0)).result(SECONDS)
     time.sleep(0.02)
@@ -436,13 +433,13 @@ def test_experts_make_room_for_batches(board, start, mode):
     futures = [system.submit(name, value) for name, value in given]
     for (name, value), future in zip(given, futures, strict=True):
         assert is_right(board, name, value, future.result(SECONDS))
-    assert system.statistics.evictions > 0
+    assert system.stats().evictions > 0
 
 
 def test_a_copy_to_the_host_that_fails_ends_its_executor_alone(start, monkeypatch):
     costs = dataclasses.replace(COSTS, activation_bytes=3000)
     system = start(slots=2, executors=2, activation=1000, costs=costs, mode="paper", host=1)
-    begin_eviction, failed = system._weights.begin_eviction, []
+    begin_eviction, failed = system._runner.loader.begin_eviction, []
 
     def fails(*args):
         leave = begin_eviction(*args)
@@ -455,7 +452,7 @@ def test_a_copy_to_the_host_that_fails_ends_its_executor_alone(start, monkeypatc
 
         return leaves
 
-    monkeypatch.setattr(system._weights, "begin_eviction", fails)
+    monkeypatch.setattr(system._runner.loader, "begin_eviction", fails)
     rng = np.random.default_rng(0)
     futures = [system.submit(f"c{rng.integers(5)}", image(0)) for _ in range(60)]
     ends = {type(future.exception(SECONDS)) for future in futures}
