@@ -15,8 +15,9 @@ from jaxinfer.experts.errors import (
 )
 from jaxinfer.experts.scheduling.assignment import assign
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
+from jaxinfer.experts.scheduling.quarantine import MAX_BACK_OFF
 from jaxinfer.experts.scheduling.request import Batch, Evict, Load
-from jaxinfer.experts.scheduling.scheduler import LIMITED, MAX_BACK_OFF, Scheduler
+from jaxinfer.experts.scheduling.scheduler import LIMITED, Scheduler
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown, simulate, trace
 

@@ -30,7 +30,7 @@ from jaxinfer.experts.execution import profiler
 from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.opened import OpenedSystem
-from jaxinfer.experts.scheduling import scheduler
+from jaxinfer.experts.scheduling import quarantine
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 from jaxinfer.experts.system import IN_FLIGHT
 from jaxinfer.serving.errors import OverloadedError
@@ -360,7 +360,7 @@ def test_configs_that_cannot_work(board, start, tmp_path):
 
 
 def test_a_missing_expert_is_the_only_one_that_fails(board, start, tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.01)
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF", 0.01)
     shutil.copytree(board / "c1", tmp_path / "c1")
     system = start("c0", "c1", folder=tmp_path, memory=10**6, rules=[("c1", "defect", "c0")])
     assert list(system.broken) == ["c0"]
@@ -375,7 +375,7 @@ def test_a_missing_expert_is_the_only_one_that_fails(board, start, tmp_path, mon
 
 def test_an_expert_that_comes_late_is_what_it_is(board, start, tmp_path, monkeypatch):
     """A detector that is missing at the start, in a system that has others of its kind; said beforehand, or not."""
-    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.01)
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF", 0.01)
     for name in ("c0", "d0"):
         shutil.copytree(board / name, tmp_path / name)
     shutil.copytree(board / "d0", tmp_path / "spare")

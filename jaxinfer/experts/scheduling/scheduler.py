@@ -5,10 +5,6 @@ It has no thread and no clock. Its driver (the simulator, or a loop with real ex
 """
 
 import contextlib
-import dataclasses
-import heapq
-import itertools
-import math
 from collections.abc import Iterable
 
 from jaxinfer.experts.errors import (
@@ -17,30 +13,22 @@ from jaxinfer.experts.errors import (
     LoadError,
 )
 from jaxinfer.experts.scheduling.assignment import assign
+from jaxinfer.experts.scheduling.deadlines import Deadlines
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState
 from jaxinfer.experts.scheduling.expert_manager import ExpertManager, missing_bytes
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo
+from jaxinfer.experts.scheduling.next_batch import batch_size, max_batch, next_experts, next_group
 from jaxinfer.experts.scheduling.policy import Policy
-from jaxinfer.experts.scheduling.profile import Profile, Profiles
+from jaxinfer.experts.scheduling.profile import Profiles
+from jaxinfer.experts.scheduling.quarantine import Quarantines
 from jaxinfer.experts.scheduling.queue import Group
 from jaxinfer.experts.scheduling.request import Action, Batch, Failure, Load, Request
 from jaxinfer.serving.errors import DeadlineExceededError, FailedError, OverloadedError, caused
 
-MAX_PADDING = 0.25
-FIRST_BACK_OFF = 1.0
-"""Seconds before an expert that could not be loaded is tried again; each further failure doubles them."""
-MAX_BACK_OFF = 60.0
 FEW_DEADLINES = 64
 """Number of deadlines of begun requests that is always kept, however few requests wait."""
 LIMITED = 60.0
 """Seconds for which a pool is limited to less memory, after a load has found less than was given."""
-
-
-@dataclasses.dataclass
-class _Quarantine:
-    until: float
-    back_off: float
-    reason: str
 
 
 class Scheduler:
@@ -76,9 +64,7 @@ class Scheduler:
         self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
         self._max_waiting = max_waiting
-        self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap of (deadline, number, request); some have begun
-        self._count = itertools.count()
+        self._quarantines, self._deadlines = Quarantines(), Deadlines()
         self._turn = 0
         self._settled = False  # whether nothing can begin before an event
 
@@ -104,7 +90,9 @@ class Scheduler:
         index = self._assign(request, self.graph.require(request.expert), now)
         self.manager.usage.add(request)
         if request.deadline is not None:
-            self._note_deadline(request, request.deadline)
+            if len(self._deadlines) > 2 * self.queued + FEW_DEADLINES:  # most are of requests that have begun
+                self._deadlines.keep(self._waits)
+            self._deadlines.add(request, request.deadline)
         return index
 
     def _check_room(self, request: Request, now: float, ahead: int = 0, seconds: float = 0.0) -> None:
@@ -125,7 +113,7 @@ class Scheduler:
         self._settled = False
         self.manager.end_load(load, loaded=error is None)
         if error is None:
-            self._quarantined.pop((load.expert, load.pool), None)
+            self._quarantines.forget(load)
             return []
         if isinstance(error, InsufficientMemoryError) and self.manager.limit(load, now + LIMITED):
             return []
@@ -133,7 +121,7 @@ class Scheduler:
 
     def retry(self, expert: str) -> None:
         """Allow an expert that failed to load to be loaded again at once."""
-        self._quarantined = {key: entry for key, entry in self._quarantined.items() if key[0] != expert}
+        self._quarantines.lift(expert)
 
     def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
         """Note that a batch has ended; return the requests that its error ends.
@@ -188,7 +176,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When `poll` has a request to end, if nothing else happens before."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     @property
     def queued(self) -> int:
@@ -224,11 +212,11 @@ class Scheduler:
         """The additional inference latency of a request for this expert; None if the executor cannot run it."""
         if not executor.alive or not self.manager.can_serve(executor, expert):
             return None
-        if (quarantine := self._quarantined.get((expert.name, executor.pool.index))) and now < quarantine.until:
+        if self._quarantines.find(expert.name, executor.pool.index, now):
             return None
         profile = self.manager.profile(executor, expert.name)
         queued = executor.queue.count(expert.name)
-        starts = queued % self._max_batch(executor, profile) == 0 if self.policy.counts_batches else queued == 0
+        starts = queued % max_batch(profile, self.policy) == 0 if self.policy.counts_batches else queued == 0
         seconds = profile.k + (profile.b if starts else 0.0)
         if queued or executor.pool.has(expert.name):
             return seconds
@@ -252,46 +240,12 @@ class Scheduler:
         while goes_on and not executor.executing:
             if executor.batch is not None:
                 goes_on = self._begin_execution(executor, now, actions)
-            elif following := self._next_group(executor, now):
+            elif following := next_group(executor, self.policy, now, deadlines=bool(self._deadlines)):
                 goes_on = self._begin_batch(executor, *following, now, actions)
             else:
                 goes_on = False
         if self.policy.prefetch and executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
-
-    def _next_group(self, executor: ExecutorState, now: float) -> tuple[Group, Request | None] | None:
-        """The first group; or one that may overtake it, for a request's deadline or because its expert is loaded.
-
-        With the request that is to be in its next batch, whatever its place in the group, if there is one.
-        """
-        queue, first = executor.queue, executor.queue.first()
-        if first is None:
-            return None
-        urgent = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
-        if urgent is not None and queue.may_overtake(urgent[1], first.first):
-            return urgent
-        if urgent is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
-            ready = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
-            if ready is not None and queue.may_overtake(ready.first, first.first):
-                return ready, None
-        return first, None
-
-    def _urgent(self, executor: ExecutorState, now: float) -> tuple[Group, Request] | None:
-        """The request with the earliest deadline among those that can be met, but may not be in their turn."""
-        urgent, earliest, before = None, math.inf, 0.0
-        for group in executor.queue.groups():
-            before += group.latency
-            if (entry := group.most_urgent) is not None:
-                deadline, request = entry
-                if now + request.latency <= deadline < min(now + before, earliest):
-                    urgent, earliest = (group, request), deadline
-        return urgent
-
-    def _note_deadline(self, request: Request, deadline: float) -> None:
-        if len(self._deadlines) > 2 * self.queued + FEW_DEADLINES:  # most are of requests that have begun
-            self._deadlines = [entry for entry in self._deadlines if self._waits(entry[-1])]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, next(self._count), request))
 
     def _waits(self, request: Request) -> bool:
         return any(
@@ -300,10 +254,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> list[Failure]:
         """End the requests whose deadlines have passed before they began."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] < now:
-            request = heapq.heappop(self._deadlines)[-1]
-            late += [request] if self.cancel(request) else []
+        late = [request for request in self._deadlines.pop_passed(now) if self.cancel(request)]
         return self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
 
     def _begin_batch(
@@ -316,7 +267,7 @@ class Scheduler:
         Returns False while memory for one request is not free yet.
         """
         profile, pool = self.manager.profile(executor, group.expert), executor.pool
-        count = self._batch_size(executor, profile, len(group.requests))
+        count = batch_size(executor, profile, self.policy, len(group.requests))
         if count == 0:  # evict experts for one request
             if executor.loading is not None and not pool.has(group.expert):
                 return False  # otherwise each could hold room for one part and wait for the other's
@@ -335,20 +286,6 @@ class Scheduler:
         executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count, urgent), now)
         executor.ends = now + profile.seconds(count)
         return True
-
-    def _batch_size(self, executor: ExecutorState, profile: Profile, waiting: int) -> int:
-        """Return how many of the waiting requests form a batch; 0 if not even one fits the memory for activations."""
-        count, limit = min(waiting, self._max_batch(executor, profile)), executor.config.activation_bytes
-        while count and limit is not None and profile.activations(count) > limit:
-            count -= 1
-        if not self.policy.avoids_padding or count == 0:
-            return count
-        padded = profile.padded(count)
-        smaller = max((size for size in profile.latency if size <= count), default=count)
-        return smaller if (padded - count) / padded > MAX_PADDING else count
-
-    def _max_batch(self, executor: ExecutorState, profile: Profile) -> int:
-        return min(profile.max_batch, self.policy.max_batch or profile.max_batch)
 
     def _begin_execution(self, executor: ExecutorState, now: float, actions: list[Action]) -> bool:
         """Run the batch, or load its expert; end it if there is no room. Return False while the expert is not there."""
@@ -379,33 +316,23 @@ class Scheduler:
 
         Otherwise executors that share a pool could evict one another's prefetched experts for ever.
         """
-        for place_, name in enumerate(self._ahead(executor)):
+        for place_, name in enumerate(next_experts(executor, self.policy)):
             if not executor.pool.has(name):
-                users = [self._ahead(x) for x in self.executors if x.pool is executor.pool and x.alive]
+                users = [next_experts(x, self.policy) for x in self.executors if x.pool is executor.pool and x.alive]
                 keep = {other for ahead in users for other in ahead[: place_ + 1]}
                 load = self.manager.begin_load(executor, name, keep=keep, prefetched=True)
                 if load is not None:
                     actions.append(load)
                 return
 
-    def _ahead(self, executor: ExecutorState) -> list[str]:
-        """The experts that will run next."""
-        experts, limit = executor.queue.experts(), self.policy.prefetch
-        if self.policy.resident_first:
-            resident = executor.pool.resident
-            ready = [name for name in experts if name in resident][:limit]
-            experts = [*ready, *(name for name in experts if name not in ready)] if len(ready) < limit else ready
-        return experts[:limit]
-
     # -- failures --
 
     def _why_none(self, expert: ExpertInfo, now: float) -> FailedError:
         """The error that says why no executor can run an expert now."""
         alive = [x for x in self.executors if x.alive]
-        quarantines = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
-        waiting = [each for each in quarantines if each and now < each.until]
-        if waiting:
-            soonest = min(waiting, key=lambda each: each.until)
+        entries = [self._quarantines.find(expert.name, x.pool.index, now) for x in alive]
+        if quarantines := [each for each in entries if each]:
+            soonest = min(quarantines, key=lambda each: each.until)
             return LoadError(f"expert {expert.name!r} is tried again in {soonest.until - now:.1f} s: {soonest.reason}")
         if self.manager.limited and alive:
             return InsufficientMemoryError(f"expert {expert.name!r}: its device has less memory free than was given.")
@@ -413,10 +340,8 @@ class Scheduler:
 
     def _quarantine(self, load: Load, error: Exception, now: float) -> list[Failure]:
         """Forbid loading an expert to a pool for a while; requests that wait for it move elsewhere, or end."""
-        name, before = load.expert, self._quarantined.get((load.expert, load.pool))
-        back_off = min(before.back_off * 2, MAX_BACK_OFF) if before else FIRST_BACK_OFF
-        self._quarantined[name, load.pool] = _Quarantine(now + back_off, back_off, str(error))
-        waiting = []
+        self._quarantines.begin(load, error, now)
+        name, waiting = load.expert, []
         for executor in self.executors:
             if executor.pool.index == load.pool:
                 if executor.batch is not None and executor.batch.expert == name and not executor.executing:

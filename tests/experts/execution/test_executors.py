@@ -20,7 +20,7 @@ from jaxinfer.experts.errors import (
 )
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
-from jaxinfer.experts.scheduling import scheduler
+from jaxinfer.experts.scheduling import quarantine
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
@@ -182,7 +182,7 @@ def test_what_follows_a_cancelled_request_does_not_run(start, judging):
 def copies(board, tmp_path, monkeypatch):
     """Experts that a test may damage, and their files."""
     monkeypatch.setattr(layer_files, "FIRST_DELAY", 1e-3)
-    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.5)
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF", 0.5)
     files = {}
     for name in ("c0", "c1", "c2"):
         shutil.copytree(board / name, tmp_path / name, ignore=shutil.ignore_patterns("layers-*"))
@@ -281,7 +281,7 @@ def test_a_device_with_less_memory_than_was_given_at_the_start(board, start, mon
 
 
 def test_a_repaired_expert_can_be_asked_for_at_once(board, start, copies, monkeypatch):
-    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 1000.0)
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF", 1000.0)
     folder, files = copies
     system = start("c0", "c1", folder=folder, slots=1, mode="paper")
     content = damage(files["c1"], "flipped")
@@ -402,7 +402,7 @@ def test_no_executor_is_left(start, judging):
 
 def test_a_load_that_ends_by_what_is_no_error(board, start, monkeypatch):
     system = start("c0", "c1", slots=1, mode="paper")
-    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.01)
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(system._runner.loader, "_load", lambda load, source: (_ for _ in ()).throw(Killed))
         with pytest.raises(LoadError, match="Killed"):
