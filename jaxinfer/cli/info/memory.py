@@ -1,0 +1,65 @@
+"""The memory that a model takes on each device."""
+
+import dataclasses
+
+from rich.table import Table
+
+from jaxinfer.generation.execution.memory import device_tenants
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.devices import bytes_per_device
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.fitting import fit
+from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+from jaxinfer.models.stages import Stages, stages_on
+from jaxinfer.serving.budget import Budget, Reservation
+from jaxinfer.sharding import MeshConfig, ShardingRules
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a model on each device of a mesh.
+
+    Attributes:
+      weights: bytes of weights.
+      cache: bytes of the KV cache.
+      what: the dtype or quantisation, and the batch, in words.
+      stages: the stages of its pipeline; None: it has none.
+    """
+
+    weights: int
+    cache: int
+    what: str
+    stages: Stages | None
+
+    def table(self, owner: str) -> Table:
+        """Make the table of a device on which the model is alone."""
+        budget, reservation = Budget(f"each device, {self.what}", None), Reservation(owner)
+        tenants = device_tenants(weights=self.weights, cache=self.cache)
+        reservation.resize({(budget, tenant): size for tenant, size in tenants.items()})
+        return budget.table()
+
+
+def memory_of(
+    description: Description,
+    weights: WeightFormat,
+    layout: MeshConfig,
+    rules: ShardingRules,
+    *,
+    max_batch: int,
+    context: int,
+) -> DeviceMemory:
+    """Compute the memory of a model with a batch of this many tokens per request in each lane of a mesh.
+
+    Raises ValueError if the model cannot be divided over the mesh.
+    """
+    mesh = layout.abstract()
+    fitted = fit(description.config, weights, mesh, rules, stored=description.quantization).config
+    stages = stages_on(fitted, mesh, rules)
+    leaves = canonical_leaves(fitted, weights)
+    if stages is not None:
+        fitted, leaves = stages.config, {name: there.leaf for name, there in stages.leaves(weights).items()}
+    cached = cache_leaves(fitted, weights, layout.data * max_batch, context)
+    cache = bytes_per_device(cached, mesh, rules)
+    batch = f", batch {max_batch} of {context} tokens" if cache else ""
+    what = f"{weights.quantized or weights.dtype}{batch}"
+    return DeviceMemory(bytes_per_device(leaves, mesh, rules), cache, what, stages)
