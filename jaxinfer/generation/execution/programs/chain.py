@@ -234,51 +234,59 @@ def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows
     return layout.inputs(x, groups)  # type: ignore[return-value]
 
 
-def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """The specs of a pass over layers in these ranges, without those for layers with experts."""
-    config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
-    most, options = layout.engine.num_speculative_tokens, functools.partial(pass_options, layout)
-    kinds = _kinds(layers for layers in ranges if not runs_experts(config, layers))
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """The shapes of a decoder's programs' arguments in a layout."""
 
-    def guess(sizes: Pass) -> tuple[Speculation | None]:
-        batch, width = sizes.batch, sizes.speculative
-        return layout.inputs(Speculation(integers(batch, width), integers(batch)) if width else None)  # type: ignore
+    layout: DeviceLayout
 
-    def parts(sizes: Pass) -> tuple[Chunks | None, Rows]:
-        chunks, rows = prefill.parts(layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)
-        return chunks if sizes.chunks else None, rows
-
-    def of_enter(sizes: Enter) -> tuple[Any, ...]:
-        return layout.leaves, layout.state.slots, *layout.inputs(*parts(sizes)), *guess(sizes)
-
-    def of_propose(sizes: Propose) -> tuple[Any, ...]:
+    def propose(self, sizes: Propose) -> tuple[Any, ...]:
         vector = integers(sizes.batch)
-        return layout.state.slots, *layout.inputs(vector, vector)
+        return self.layout.state.slots, *self.layout.inputs(vector, vector)
 
-    def of_layer(sizes: Layer) -> tuple[Any, ...]:
-        layers = _layers(sizes)
+    def enter(self, sizes: Enter) -> tuple[Any, ...]:
+        inputs = self.layout.inputs(*self._parts(sizes))
+        return self.layout.leaves, self.layout.state.slots, *inputs, *self._guess(sizes)
+
+    def layer(self, sizes: Layer) -> tuple[Any, ...]:
+        layout, layers = self.layout, _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
         return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(layout, sizes)
 
-    def of_leave(sizes: Leave) -> tuple[Any, ...]:
-        bitmask = layout.bitmask(sizes.chunks + sizes.batch)
-        inputs = layout.inputs(*parts(sizes), bitmask)
-        return layout.leaves, layout.state.slots, *activations(layout, sizes), *inputs, *guess(sizes)
+    def leave(self, sizes: Leave) -> tuple[Any, ...]:
+        layout, bitmask = self.layout, self.layout.bitmask(sizes.chunks + sizes.batch)
+        inputs = layout.inputs(*self._parts(sizes), bitmask)
+        return layout.leaves, layout.state.slots, *activations(layout, sizes), *inputs, *self._guess(sizes)
 
+    def _parts(self, sizes: Pass) -> tuple[Chunks | None, Rows]:
+        chunks, rows = prefill.parts(self.layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)
+        return chunks if sizes.chunks else None, rows
+
+    def _guess(self, sizes: Pass) -> tuple[Speculation | None]:
+        batch, width = sizes.batch, sizes.speculative
+        return self.layout.inputs(Speculation(integers(batch, width), integers(batch)) if width else None)  # type: ignore
+
+
+def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
+    """The specs of a pass over layers in these ranges, without those for layers with experts."""
+    config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
+    arguments, options = _Arguments(layout), functools.partial(pass_options, layout)
+    most = layout.engine.num_speculative_tokens
+    kinds = _kinds(layers for layers in ranges if not runs_experts(config, layers))
     return [
         ProgramSpec(
             sizes=Propose,
             build=build_propose,
             static=static,
-            arguments=of_propose,
+            arguments=arguments.propose,
             reachable=lambda buckets: (Propose(batch=batch, speculative=most) for batch in buckets.decode_rows if most),
         ),
         ProgramSpec(
             sizes=Enter,
             build=build_enter,
             static=static,
-            arguments=of_enter,
+            arguments=arguments.enter,
             reachable=lambda buckets: map(Enter.for_pass, passes(buckets, most)),
             compiler_options=options,
         ),
@@ -286,7 +294,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             sizes=Layer,
             build=build_layer,
             static=static,
-            arguments=of_layer,
+            arguments=arguments.layer,
             reachable=lambda buckets: (
                 Layer.of_kind(sizes, *kind) for sizes in passes(buckets, most) for kind in kinds
             ),
@@ -298,7 +306,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             sizes=Leave,
             build=build_leave,
             static=static,
-            arguments=of_leave,
+            arguments=arguments.leave,
             reachable=lambda buckets: map(Leave.for_pass, passes(buckets, most)),
             donate=(1,),
             out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,

@@ -231,6 +231,49 @@ def build_join(static: DecoderStatic, sizes: Join) -> Callable[..., Any]:
     return with_parts(static, [sizes.kind], functools.partial(join, layer=sizes.kind))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """The shapes of the programs' arguments in a layout."""
+
+    layout: DeviceLayout
+
+    def route(self, sizes: Route) -> tuple[Any, ...]:
+        layout = self.layout
+        adapters = None if layout.adapters is None else [layout.adapters[sizes.kind]]
+        caches = [layout.state.caches[sizes.kind]]
+        return layout.layer_leaves(sizes.kind), adapters, caches, *activations(layout, sizes)
+
+    def experts(self, sizes: RunExperts) -> tuple[Any, ...]:
+        leaves, each = [self.layout.layer_leaves(sizes.kind, expert=0)] * GROUP, integers(GROUP)
+        h, tokens, y = self._inputs(sizes), self._tables(sizes).tokens, self._outputs(sizes)
+        return leaves, *self.layout.inputs(h, tokens, y, each, each)
+
+    def join(self, sizes: Join) -> tuple[Any, ...]:
+        x, _ = activations(self.layout, sizes)
+        inputs = self.layout.inputs(self._inputs(sizes), self._tables(sizes), self._outputs(sizes))
+        return self.layout.layer_leaves(sizes.kind), x, *inputs
+
+    def _inputs(self, sizes: _OfLayer) -> Any:
+        """The tokens that the experts take, [N, D]."""
+        return self._vectors(sizes.tokens(self.layout.engine.chunk_size))
+
+    def _outputs(self, sizes: _OfLayer) -> Any:
+        """The rows that the experts write, [R + tile, D]."""
+        tile = tile_rows(self.layout.config, sizes, self.layout.engine.chunk_size)
+        return self._vectors(self._tables(sizes).tokens.size + tile)
+
+    def _vectors(self, rows: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, self.layout.config.embed), self.layout.weights.dtype)
+
+    def _tables(self, sizes: _OfLayer) -> Routing:
+        router, tokens = _moe(self.layout.config, sizes.kind).router, sizes.tokens(self.layout.engine.chunk_size)
+        capacity, choices = router.capacity(tokens), integers(tokens, router.experts_per_token)
+        rows = choices.size if capacity is None else router.experts * capacity
+        weights: Any = jax.ShapeDtypeStruct(choices.shape, jnp.float32)
+        each = integers(router.experts)
+        return Routing(choices, weights, choices, integers(rows), each, each)
+
+
 def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
     """The specs of the programs for layers with experts; none if there is no such layer in these ranges."""
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
@@ -238,38 +281,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
     if not kinds:
         return []
     mlp_kinds = sorted({mlp_kind(config, kind) for kind in kinds})
-    options = functools.partial(pass_options, layout)
-
-    def vectors(sizes: _OfLayer, rows: int) -> Any:
-        return jax.ShapeDtypeStruct((rows, config.embed), layout.weights.dtype)
-
-    def tables(sizes: _OfLayer) -> Routing:
-        router, tokens = _moe(config, sizes.kind).router, sizes.tokens(layout.engine.chunk_size)
-        capacity, choices = router.capacity(tokens), integers(tokens, router.experts_per_token)
-        rows = choices.size if capacity is None else router.experts * capacity
-        weights: Any = jax.ShapeDtypeStruct(choices.shape, jnp.float32)
-        each = integers(router.experts)
-        return Routing(choices, weights, choices, integers(rows), each, each)
-
-    def outputs(sizes: _OfLayer) -> Any:
-        tile = tile_rows(config, sizes, layout.engine.chunk_size)
-        return vectors(sizes, tables(sizes).tokens.size + tile)
-
-    def inputs(sizes: _OfLayer) -> Any:
-        return vectors(sizes, sizes.tokens(layout.engine.chunk_size))
-
-    def of_route(sizes: Route) -> tuple[Any, ...]:
-        adapters = None if layout.adapters is None else [layout.adapters[sizes.kind]]
-        caches = [layout.state.caches[sizes.kind]]
-        return layout.layer_leaves(sizes.kind), adapters, caches, *activations(layout, sizes)
-
-    def of_experts(sizes: RunExperts) -> tuple[Any, ...]:
-        leaves, each = [layout.layer_leaves(sizes.kind, expert=0)] * GROUP, integers(GROUP)
-        return leaves, *layout.inputs(inputs(sizes), tables(sizes).tokens, outputs(sizes), each, each)
-
-    def of_join(sizes: Join) -> tuple[Any, ...]:
-        x, _ = activations(layout, sizes)
-        return layout.layer_leaves(sizes.kind), x, *layout.inputs(inputs(sizes), tables(sizes), outputs(sizes))
+    arguments, options = _Arguments(layout), functools.partial(pass_options, layout)
 
     def reachable(program: type[_OfLayer], kinds: list[int]) -> Callable[[Buckets], Iterable[Any]]:
         most = layout.engine.num_speculative_tokens
@@ -283,7 +295,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             sizes=Route,
             build=build_route,
             static=static,
-            arguments=of_route,
+            arguments=arguments.route,
             reachable=reachable(Route, kinds),
             donate=(2, 3),
             out_shardings=lambda sizes: (None, caches, None, None, None) if on_mesh else None,
@@ -293,7 +305,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             sizes=RunExperts,
             build=build_experts,
             static=static,
-            arguments=of_experts,
+            arguments=arguments.experts,
             reachable=reachable(RunExperts, mlp_kinds),
             donate=(3,),
             compiler_options=options,
@@ -302,7 +314,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             sizes=Join,
             build=build_join,
             static=static,
-            arguments=of_join,
+            arguments=arguments.join,
             reachable=reachable(Join, mlp_kinds),
             donate=(1,),
             compiler_options=options,
