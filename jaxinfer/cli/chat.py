@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +37,9 @@ from jaxinfer.cli.common import (
     sampling_options,
 )
 from jaxinfer.progress import long_work
+
+if TYPE_CHECKING:
+    from jaxinfer.cli.conversation import Conversation
 
 
 def chat(
@@ -100,7 +103,6 @@ def chat(
             f"{model} has no chat template, so it may not be a chat model: pass one with --chat-template FILE, or "
             "continue texts with jaxinfer generate."
         )
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
     llm = load_llm(ctx, max_batch=1)
     talk = Conversation(
         llm,
@@ -110,20 +112,30 @@ def chat(
         chat_template=template,
         chat_template_kwargs=arguments,
     )
-    if interactive:
-        note("/help lists commands; Ctrl-D exits.")
-    for line in _lines(interactive):
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        _converse(talk)
+    else:
+        _take_all(talk)
+
+
+def _converse(talk: "Conversation") -> None:
+    """Take the lines that are typed; after an error or Ctrl-C the conversation goes on."""
+    note("/help lists commands; Ctrl-D exits.")
+    for line in _typed_lines():
         try:
             if not talk.take(line):
                 return
         except (ValueError, TypeError, OSError) as error:
-            if not interactive:
-                raise
             typer.echo(f"error: {error}", err=True)
         except KeyboardInterrupt:
-            if not interactive:
-                raise
             note("[stopped]")
+
+
+def _take_all(talk: "Conversation") -> None:
+    """Take the lines of standard input."""
+    for line in sys.stdin:
+        if not talk.take(line.rstrip("\n")):
+            return
 
 
 def _template_arguments(text: str) -> dict[str, Any]:
@@ -151,11 +163,8 @@ def _require_decoder(model: Path, folder: Path) -> None:
         raise ValueError(f"{model} is {kind}, which writes no text; compute vectors with jaxinfer embed.")
 
 
-def _lines(interactive: bool) -> Iterator[str]:
-    """Yield the lines that are typed, until Ctrl-D or Ctrl-C at the prompt; or those of standard input."""
-    if not interactive:
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
+def _typed_lines() -> Iterator[str]:
+    """Yield the lines that are typed, until Ctrl-D or Ctrl-C at the prompt."""
     import readline  # noqa: F401 (lets `input` edit the line, and go back to earlier ones)
 
     while True:
