@@ -54,7 +54,7 @@ Most arrays of a convolutional model are small.
 class OpenedSystem:
     """The experts of a config, opened and checked; nothing is loaded and no thread runs.
 
-    It has the device side of a system. `System` runs it, and tools plan and simulate with it.
+    It is the device side of a system. `System` runs it; tools plan and simulate with it.
 
     Args:
       config: the system's config.
