@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxinfer.elastic import Dataset, Service, load_dataset
+from jaxinfer.elastic.options import PLAN_SECONDS
 from jaxinfer.elastic.scheduling.policies import Policy, check_policy, make_policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.service import PLAN_SECONDS
 from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure

@@ -52,7 +52,7 @@ def kinds(model_dir, vit, registered, service_options, board):
         ),
         Service: (
             make_service,
-            lambda service: service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(PATIENCE),
+            lambda service: service.submit(stripes(1).images[0], "stripes", deadline=60.0).result(PATIENCE),
         ),
     }
 
@@ -270,14 +270,14 @@ def test_an_event_loop_that_ends_gives_its_requests_up(kinds):
     system, service, llm = (kinds[kind][0]() for kind in (System, Service, AsyncLLM))
 
     async def main():
-        calls = [system.submit("c0", image(0)), service.query(stripes(1).images[0], "stripes", latency=60.0)]
+        calls = [system.submit("c0", image(0)), service.submit(stripes(1).images[0], "stripes", deadline=60.0)]
         tasks = [asyncio.ensure_future(call) for call in [*calls, llm.generate("a", LONG).final()]]
         await asyncio.sleep(0)
         return tasks
 
     with system, service, llm:
         asyncio.run(main())
-        wait_until(lambda: not llm.num_requests and not service.waiting and not system.num_requests)
+        wait_until(lambda: not llm.num_requests and not service.num_requests and not system.num_requests)
 
 
 AT_EXIT = """

@@ -47,7 +47,7 @@ OF_MODELS = {
     "TokenAdaptation.run_layers",
 }
 """What models call with numbers of their configs."""
-SAME = {"LoadOptions": ("LLM", "ModelOptions"), "ServiceOptions": ("Service",)}
+SAME = {"LoadOptions": ("LLM", "ModelOptions")}
 """Options that are those of others."""
 INTEGERS = [-1, 0, True, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 10**30, 10**400, np.int64(2**62)]
 FLOATS = [3e38, -3e38, 1e30, 0.5, math.inf, -math.inf, math.nan, np.float32("nan")]
@@ -191,17 +191,16 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
         "SystemConfig": lambda **o: config(board, ["c0"], **o),
         "Dataset.split": lambda **o: stripes().split(**{"share": 0.2} | o),
         "Division": Division,
-        "Service": serve,
+        "ServiceOptions": serve,
         "Service.accuracy": lambda **o: service.accuracy("stripes", **o),
         "Service.adaptation": service.adaptation,
         "Service.classify": lambda **o: service.classify(picture, "stripes", **o),
         "Service.close": lambda **o: Service.from_checkpoint(vit, repository=registered, **service_options).close(**o),
         "Service.compile_ahead": service.compile_ahead,
-        "Service.make_query": lambda **o: service.make_query(picture, "stripes", **{"latency": 60.0} | o).result(),
         "Service.measure_latency": service.measure_latency,
-        "Service.query": lambda **o: asyncio.run(service.query(picture, "stripes", **{"latency": 60.0} | o)),
-        "Service.register_task": lambda **o: service.register_task("other", stripes(), training=QUICK, **o),
+        "RegistrationOptions": lambda **o: service.register_task("other", stripes(), training=QUICK, **o),
         "Service.serving_profile": service.serving_profile,
+        "Service.submit": lambda **o: service.submit(picture, "stripes", **{"deadline": 60.0} | o).result(),
         "TokenAdaptation": TokenAdaptation,
         "TrainingConfig": TrainingConfig,
         "load_cifar": functools.partial(elastic.load_cifar, cifar),
@@ -217,7 +216,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
 
 
 SLOW = {
-    *("AsyncLLM.close", "Embedder.close", "LLM", "LLM.close", "ModelOptions", "Service", "Service.close"),
+    *("AsyncLLM.close", "Embedder.close", "LLM", "LLM.close", "ModelOptions", "ServiceOptions", "Service.close"),
     *("LLM.beam_search", "load_dataset", "load_mnist"),
 }
 """Calls that make whole engines, compile more programs, or read thousands of images."""

@@ -21,9 +21,9 @@ from benchmarks.otas.setting import BACKBONE, Cell, Setting
 from benchmarks.report import Report
 from jaxinfer.elastic import Service
 from jaxinfer.elastic.latency import LevelAndSize
+from jaxinfer.elastic.options import PLAN_SECONDS
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.elastic.service import PLAN_SECONDS
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import batches_of
@@ -152,4 +152,4 @@ def controller_share(setting: Setting, *, seconds: float) -> float:
     with Service.from_checkpoint(BACKBONE) as service:
         service.measure_latency()
         send_queries(service, queries, setting.tests)
-        return service.statistics.planning_seconds / seconds
+        return service.stats().planning_seconds / seconds

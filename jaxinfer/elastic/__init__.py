@@ -1,7 +1,7 @@
 """Elastic tokens (OTAS, arXiv:2401.05031): one vision transformer for many tasks, its tokens chosen per batch.
 
-A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks/` (data sets,
-training and storage of tasks) and `programs.py` (the compiled programs).
+A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then its parts: `catalogue.py` (levels, on
+top of `levels.py` and `programs.py`), `registrar.py` (tasks, on top of `tasks/`) and `planning.py` (queries).
 
 >>> service = jaxinfer.elastic.Service.from_checkpoint("vit")  # doctest: +SKIP
 >>> service.register_task("digits", load_digits(service.config.image_size), prompts=[2, 4, 8])  # doctest: +SKIP
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         UnknownTaskError,
     )
     from jaxinfer.elastic.latency import Latency
+    from jaxinfer.elastic.options import ServiceOptions
+    from jaxinfer.elastic.registrar import RegistrationOptions
     from jaxinfer.elastic.service import Service
     from jaxinfer.elastic.tasks.datasets import (
         Dataset,
@@ -64,6 +66,8 @@ _MODULES = {
     ),
     "elastic.tasks.images": ("load_image",),
     "elastic.latency": ("Latency",),
+    "elastic.options": ("ServiceOptions",),
+    "elastic.registrar": ("RegistrationOptions",),
     "elastic.service": ("Service",),
     "elastic.tasks.repository": ("Task", "TaskRepository"),
     "elastic.tasks.training": ("TrainingConfig",),
@@ -83,7 +87,9 @@ __all__ = [
     "MergeSchedule",
     "ProfileError",
     "PromptMode",
+    "RegistrationOptions",
     "Service",
+    "ServiceOptions",
     "Task",
     "TaskExistsError",
     "TaskRepository",

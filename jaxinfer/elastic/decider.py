@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.serving.errors import FailedError, ShedError, caused
+from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import Ticket
 
@@ -87,7 +87,7 @@ class QueryDecider(Decider[QueryTicket]):
 
     def serve(
         self, task: str, payload: Any, *, latency: float, utility: float, owner: object = None
-    ) -> "Future[Answer]":
+    ) -> TicketFuture[Answer]:
         """Submit a query and return the future of its answer; `owner` lives until then.
 
         The future raises ShedError where the answer could not have been in time. Raises what `Loop.submit` does,

@@ -20,6 +20,7 @@ from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
+from jaxinfer.elastic.tasks.training import Trainer
 from jaxinfer.execution.forward import BatchSize, Forward, LaunchedBatch, batch_sharding, batch_sizes
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
@@ -329,6 +330,10 @@ class LevelPrograms:
                 self.rehearse(level, np.zeros((batch, size, size, 3), np.uint8))
                 self._warm.add(program)
                 work.advance()
+
+    def trainer(self) -> Trainer:
+        """A trainer of tasks on the same weights."""
+        return Trainer(self._config, self._weights, self._leaves, self._mesh)
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
         """A function from images, at most the largest batch, to the logits of a task that need not be served."""

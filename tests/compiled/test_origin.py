@@ -113,10 +113,10 @@ from tests.elastic.vits import stripes
 service = Service.from_checkpoint(sys.argv[1], repository=sys.argv[2], merge_levels=(), max_batch=1, max_classes=3)
 service.measure_latency()
 image = stripes(1).images[0]
-service.make_query(image, "stripes", latency=60.0).result()
-hold(service._serving, service._registering, service._decider.loop.lock)
+service.submit(image, "stripes", deadline=60.0).result()
+hold(service._catalogue.lock, service._registrar._registering, service._serving_loop.lock)
 fork()
-says(lambda: service.make_query(image, "stripes", latency=60.0))
+says(lambda: service.submit(image, "stripes", deadline=60.0))
 says(lambda: service.classify(image, "stripes"))
 says(lambda: service.profile("stripes", stripes(1)))
 says(lambda: service.register_task("other", stripes(1)))

@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.elastic import LevelError, Service
-from jaxinfer.elastic.scheduling.policies import FixedLevel
+from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from jaxinfer.serving import ClosedError
 from tests.elastic.vits import stripes
 
@@ -75,11 +75,11 @@ def until(holds):
 
 
 def ask(service):
-    return service.make_query(IMAGE, "stripes", latency=60.0)
+    return service.submit(IMAGE, "stripes", deadline=60.0)
 
 
 def planned(service):
-    return service._decider._controller.policy.profile
+    return service._planning.decider._controller.policy.profile
 
 
 def test_classifying_compiles_its_level_and_sizes_alone(opened, compiler):
@@ -110,8 +110,8 @@ def test_a_first_query_waits_for_one_level_and_the_rest_comes_in_the_background(
 
 def test_sizes_that_are_missing_take_the_seconds_of_the_next(opened, compiler):
     service = opened(max_batch=4)
-    service._compile_first(service._programs)
-    profile = service._ready_profile(service.tasks)
+    service._catalogue.compile_first(service.serving_profile(), Elastic)
+    profile = service._registrar.ready_profile()
     assert (profile.levels, profile.sizes) == ((0,), (1, 2, 4))
     assert profile.seconds[0, 2] == profile.seconds[0, 4] > 3 * profile.seconds[0, 1]
 
@@ -166,7 +166,10 @@ def test_the_end_does_not_wait_for_the_background_and_memory_goes_at_once(compil
     compiler.open.clear()
     ask(service).result(PATIENCE)
     until(lambda: len(compiler.begun) == 3)
-    held = [weakref.ref(service), weakref.ref(service._reservation), *map(weakref.ref, service._programs._leaves)]
+    catalogue = service._catalogue
+    leaves = map(weakref.ref, catalogue.programs._leaves)
+    held = [weakref.ref(service), weakref.ref(catalogue), weakref.ref(catalogue.reservation), *leaves]
+    del catalogue
     if end == "close":
         service.close()
     del service
@@ -199,7 +202,7 @@ def test_a_close_ends_calls_that_wait_for_programs(opened, compiler):
 @pytest.mark.parametrize("when", ["compile", "_admit", "warm_up"])
 def test_an_interrupt_while_it_gets_ready_leaves_it_usable(opened, monkeypatch, when):
     service = opened()
-    owner = service if when == "_admit" else service._programs
+    owner = service._catalogue if when == "_admit" else service._catalogue.programs
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -217,9 +220,9 @@ def test_an_interrupt_while_it_gets_ready_leaves_it_usable(opened, monkeypatch, 
 def test_a_program_whose_memory_is_not_there_is_not_used(opened, compiler, monkeypatch, caplog):
     service = opened()
     service.classify(stripes(3).images, "stripes")
-    reserved = service._reservation.sizes
+    reserved = service._catalogue.reservation.sizes
     with monkeypatch.context() as patch:
-        programs = service._programs
+        programs = service._catalogue.programs
         tenants = programs.tenants
 
         def large(batch, also=()):
@@ -233,7 +236,7 @@ def test_a_program_whose_memory_is_not_there_is_not_used(opened, compiler, monke
         until(lambda: caplog.text.count("are not used") == 2)
         assert "Batches of 2 at level 2 are not used: Service vit would take" in caplog.text
         assert ask(service).result(PATIENCE).level in (-4, 0)
-    assert service._reservation.sizes.keys() == reserved.keys()
+    assert service._catalogue.reservation.sizes.keys() == reserved.keys()
     service.classify(stripes(1).images, "stripes", 2)  # a call that asks for it tries again
 
 
@@ -254,7 +257,7 @@ def slowly(*args, **options):
     time.sleep(0.5 * (len(begun) > 2))
     return compile_it(*args, **options)
 spec.ProgramSpec.compile = slowly
-print(service.make_query(stripes(1).images[0], "stripes", latency=60.0).result().level)
+print(service.submit(stripes(1).images[0], "stripes", deadline=60.0).result().level)
 while len(begun) < 3:
     time.sleep(0.01)
 if sys.argv[3] == "fork":

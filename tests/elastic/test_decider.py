@@ -413,50 +413,50 @@ def serving(vit, registered, options):
 
 
 def test_every_program_runs_once_before_queries_are_served(serving, monkeypatch):
-    ran, rehearse = [], serving._programs.rehearse
+    ran, rehearse = [], serving._catalogue.programs.rehearse
 
     def spy(level, images):
         ran.append((level, len(images)))
         return rehearse(level, images)
 
-    monkeypatch.setattr(serving._programs, "rehearse", spy)
+    monkeypatch.setattr(serving._catalogue.programs, "rehearse", spy)
     serving.start()
     assert sorted(ran) == [(level, size) for level in serving.levels for size in serving.batch_sizes]
     serving.start()
-    assert serving.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30).in_time
+    assert serving.submit(stripes(1).images[0], "stripes", deadline=30.0).result(30).in_time
     assert len(ran) == len(serving.levels) * len(serving.batch_sizes)
 
 
 def test_programs_leave_with_a_service(vit, registered, options):
     """Without waiting for the garbage collector: some hundred programs are all that a process has room for."""
     service = Service.from_checkpoint(vit, repository=registered, **options)
-    programs = weakref.ref(service._programs)
+    programs = weakref.ref(service._catalogue.programs)
     service.measure_latency()
     gc.disable()
     try:
         with service:
-            service.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30)
+            service.submit(stripes(1).images[0], "stripes", deadline=30.0).result(30)
         assert programs() is None
     finally:
         gc.enable()
-    assert service.statistics.answered == 1
+    assert service.stats().answered == 1
     with pytest.raises(ClosedError, match="This service is closed"):
         service.classify(stripes(3).images, "stripes")
 
 
 def test_a_service_answers_queries(serving):
     dataset = stripes(40, seed=12)
-    futures = [serving.make_query(image, "stripes", latency=30.0) for image in dataset.images]
+    futures = [serving.submit(image, "stripes", deadline=30.0) for image in dataset.images]
     answers = [future.result(30) for future in futures]
     right = [a.label == dataset.names[label] for a, label in zip(answers, dataset.labels, strict=True)]
     assert np.mean(right) > 0.8
     for image, answer in zip(dataset.images, answers, strict=True):
         (alone,) = serving.classify(image, "stripes", answer.level)
         np.testing.assert_allclose(answer.probabilities, alone.probabilities, atol=1e-6)
-    assert serving.statistics.answered == 40
+    assert serving.stats().answered == 40
 
     async def ask_all():
-        return await asyncio.gather(*(serving.query(image, "stripes", latency=30.0) for image in dataset.images[:5]))
+        return await asyncio.gather(*(serving.submit(image, "stripes", deadline=30.0) for image in dataset.images[:5]))
 
     assert [answer.label for answer in asyncio.run(ask_all())] == [a.label for a in answers[:5]]
 
@@ -464,18 +464,18 @@ def test_a_service_answers_queries(serving):
 def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
     """As while a task is being registered: the decider goes on by what it has."""
     image = stripes(1).images[0]
-    serving.make_query(image, "stripes", latency=30.0).result(30)
+    serving.submit(image, "stripes", deadline=30.0).result(30)
     known = serving.latency.seconds(0, 1).p50
 
     def incomplete():
         raise ProfileError("not timed yet")
 
-    monkeypatch.setattr(serving, "serving_profile", incomplete)
+    monkeypatch.setattr(serving._registrar, "ready_profile", incomplete)
     refreshed = serving.latency.refreshed
     for _ in range(NEWEST):
-        serving._decider._runner.observe(0, 1, 50 * known)
+        serving._planning.decider._runner.observe(0, 1, 50 * known)
     assert serving.latency.refreshed > refreshed
-    assert serving.make_query(image, "stripes", latency=30.0).result(30).label
+    assert serving.submit(image, "stripes", deadline=30.0).result(30).label
 
 
 @pytest.fixture
@@ -510,11 +510,11 @@ def test_labels_are_those_of_the_version_that_ran(two, monkeypatch):
     (wanted,) = service.classify(image, "stripes", 0)
     monkeypatch.setattr(LevelRunner, "collect", slow)
     monkeypatch.setattr(QueryDecider, "use", lambda self, profile: None)  # which may be for another level
-    answer = service.make_query(image, "stripes", latency=120.0)
+    answer = service.submit(image, "stripes", deadline=120.0)
     assert held.wait(30)
     version = dataclasses.replace(service.task("stripes"), labels=("columns", "rows"), version=2)
-    service._programs.put(version)
-    service._tasks = {"stripes": version}
+    service._catalogue.programs.put(version)
+    service._registrar._tasks = {"stripes": version}
     release.set()
     assert answer.result(30).label == wanted.label
 
@@ -530,26 +530,26 @@ def test_queries_do_not_wait_for_a_task_that_is_trained(two):
 
     def serve():
         service.start()
-        assert service.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30).label
+        assert service.submit(stripes(1).images[0], "stripes", deadline=30.0).result(30).label
         service.close()
 
     service.register_task("other", stripes(40), training=TrainingConfig(steps=1), progress=meanwhile)
     assert ended == [True]
-    assert service.statistics.answered == 1
+    assert service.stats().answered == 1
 
 
 def test_a_task_that_the_policy_cannot_serve_is_refused_before_it_is_kept(two, caplog):
     """It has no prompts, and the policy no other level; then batches drift."""
     service, image = two(policy=lambda profile: FixedLevel(profile, 2)), stripes(1).images[0]
-    assert service.make_query(image, "stripes", latency=30.0).result(30).level == 2
+    assert service.submit(image, "stripes", deadline=30.0).result(30).level == 2
     with pytest.raises(ValueError, match="level 2 is not in the profile, which has -4, 0"):
         service.register_task("plain", stripes(40), training=TrainingConfig(steps=1))
     assert service.tasks.keys() == {"stripes"}
     known, refreshed = service.latency.seconds(2, 1).p50, service.latency.refreshed
     for _ in range(NEWEST):
-        service._decider._runner.observe(2, 1, 50 * known)
+        service._planning.decider._runner.observe(2, 1, 50 * known)
     assert service.latency.refreshed > refreshed
-    assert service.make_query(image, "stripes", latency=300.0).result(30).level == 2
+    assert service.submit(image, "stripes", deadline=300.0).result(30).level == 2
     service.close()
     again = two()
     assert again.tasks.keys() == {"stripes"}
@@ -563,53 +563,53 @@ def test_a_service_that_was_closed_does_not_start(two):
     service.close()
     assert not service.is_running
     with pytest.raises(ClosedError, match="This service is closed"):
-        service.make_query(stripes(1).images[0], "stripes", latency=30.0)
+        service.submit(stripes(1).images[0], "stripes", deadline=30.0)
 
 
 def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypatch):
     with Service.from_checkpoint(vit, repository=tmp_path, **options) as service:
         service.register_task("first", stripes(40), training=TrainingConfig(steps=1))
-        image, measure_latency = stripes(1).images[0], service._measure_latency
-        service.make_query(image, "first", latency=30.0).result(30)
+        image, measure = stripes(1).images[0], service._catalogue.measure
+        service.submit(image, "first", deadline=30.0).result(30)
         refused = []
 
-        def meanwhile(*given):
+        def meanwhile(*given, **options):
             with pytest.raises(UnknownTaskError, match="no task 'second'; registered: first") as error:
-                service.make_query(image, "second", latency=30.0)
+                service.submit(image, "second", deadline=30.0)
             refused.append(error)
-            return measure_latency(*given)
+            return measure(*given, **options)
 
-        monkeypatch.setattr(service, "_measure_latency", meanwhile)
+        monkeypatch.setattr(service._catalogue, "measure", meanwhile)
         service.register_task("second", stripes(40, seed=1), training=TrainingConfig(steps=1))
         assert len(refused) == 1
         for task in ("first", "second"):
-            assert service.make_query(image, task, latency=30.0).result(30).label
+            assert service.submit(image, task, deadline=30.0).result(30).label
 
 
 def test_bad_queries(serving):
     image = stripes(1).images[0]
     with pytest.raises(UnknownTaskError, match="no task 'faces'"):
-        serving.make_query(image, "faces", latency=1.0)
+        serving.submit(image, "faces", deadline=1.0)
     with pytest.raises(InvalidImageError, match="images must be uint8"):
-        serving.make_query(image.astype(float), "stripes", latency=1.0)
+        serving.submit(image.astype(float), "stripes", deadline=1.0)
     with pytest.raises(ElasticError, match="a query must be a single image, got 2"):
-        serving.make_query(stripes(2).images, "stripes", latency=1.0)
+        serving.submit(stripes(2).images, "stripes", deadline=1.0)
     with pytest.raises(ShedError):
-        serving.make_query(image, "stripes", latency=0.0).result(10)
+        serving.submit(image, "stripes", deadline=0.0).result(10)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(field=st.sampled_from(["image", "task", "latency", "utility"]), value=JSON)
+@given(field=st.sampled_from(["image", "task", "deadline", "utility"]), value=JSON)
 def test_any_value_is_taken_or_refused_by_name(serving, field, value):
-    query = {"image": stripes(1).images[0], "task": "stripes", "latency": 30.0, "utility": 1.0} | {field: value}
+    query = {"image": stripes(1).images[0], "task": "stripes", "deadline": 30.0, "utility": 1.0} | {field: value}
     try:
-        future = serving.make_query(**query)
+        future = serving.submit(**query)
     except ValueError as error:
         assert field in str(error)  # noqa: PT017
         return
-    assert field in ("latency", "utility")
+    assert field in ("deadline", "utility")
     assert type(value) in (int, float)
-    with contextlib.suppress(ShedError, OverloadedError):  # where the latency is short
+    with contextlib.suppress(ShedError, OverloadedError):  # where the deadline is near
         assert future.result(30).label
 
 
@@ -617,6 +617,6 @@ def test_an_image_that_changes_after_it_was_given_changes_nothing(serving, monke
     image, waiting = stripes(1).images[0], []
     serving.start()
     monkeypatch.setattr(QueryDecider, "serve", lambda self, task, payload, **_: waiting.append(payload))
-    serving.make_query(image, "stripes", latency=30.0)
+    serving.submit(image, "stripes", deadline=30.0)
     np.testing.assert_array_equal(waiting[0], image)
     assert not np.shares_memory(waiting[0], image)

@@ -231,7 +231,7 @@ def test_registering(empty, vit, options):
     second = empty.register_task("a", stripes(seed=2), training=QUICK, new_version=True)
     assert second.version == 2
     assert len(second.accuracy) == 2
-    again = Service.from_checkpoint(vit, repository=empty._repository.folder, **options)
+    again = Service.from_checkpoint(vit, repository=empty._registrar.repository.folder, **options)
     assert again.task("a").version == 2
     image = dataset.images[0]
     np.testing.assert_array_equal(
@@ -249,7 +249,7 @@ def test_what_a_task_was_not_trained_on_is_kept_with_it(vit, empty, monkeypatch)
     monkeypatch.setattr("jaxinfer.elastic.tasks.training.fit_head", counted)
     empty.register_task("a", dataset, division=division, training=QUICK)
     assert trained == [len(division.parts(dataset).training)]
-    again = Service.from_checkpoint(vit, repository=empty._repository.folder, merge_levels=(-4,), max_batch=2)
+    again = Service.from_checkpoint(vit, repository=empty._registrar.repository.folder, merge_levels=(-4,), max_batch=2)
     np.testing.assert_array_equal(again.task("a").divide(dataset).test.images, division.parts(dataset).test.images)
     validation = stripes(20, seed=9)
     with pytest.raises(ElasticError, match="give validation images, or a division of the data set, not both"):
@@ -266,7 +266,7 @@ def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):
     def fail(task):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(empty._repository, "write", fail)
+    monkeypatch.setattr(empty._registrar.repository, "write", fail)
     with pytest.raises(OSError, match="the disk is full"):
         empty.register_task("a", stripes(seed=4), training=QUICK, new_version=True)
     after = empty.classify(stripes(2).images, "a")
@@ -277,28 +277,28 @@ def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):
 def test_memory_is_reserved_for_what_runs(vit, tmp_path, options, monkeypatch):
     gc.collect()  # what other tests have dropped would give its memory back in between
     with Service.from_checkpoint(vit, repository=tmp_path, max_waiting=7, **options) as service:
-        programs = service._programs
-        tenants, image = service._reservation.sizes, SIZE**2 * 3
+        programs = service._catalogue.programs
+        tenants, image = service._catalogue.reservation.sizes, SIZE**2 * 3
         host = host_budget()
         assert tenants[host, "weights"] == sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
         assert (tenants[host, "images that wait"], tenants[host, "images"]) == (7 * image, 2 * 2 * image)
         service.register_task("a", stripes(), training=QUICK)
-        before = service._reservation.sizes
+        before = service._catalogue.reservation.sizes
         assert sum(before.values()) == programs.bytes_needed(2) + 7 * image
         assert before[host, "programs' workspace"] > 0
         monkeypatch.setattr(host, "capacity", host.reserved + 100)
         with pytest.raises(BudgetError, match=r"(?s)lower max_batch, .*\n  Service vit, weights: "):
             service.register_task("b", stripes(), prompts=[2], training=QUICK)
-        assert service._reservation.sizes == before
+        assert service._catalogue.reservation.sizes == before
         assert service.levels == (-4, 0)
         monkeypatch.undo()
-        monkeypatch.setattr(service._repository, "write", lambda task: 1 / 0)
+        monkeypatch.setattr(service._registrar.repository, "write", lambda task: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             service.register_task("b", stripes(), prompts=[2], training=QUICK)
-        assert service._reservation.sizes == before
+        assert service._catalogue.reservation.sizes == before
         monkeypatch.undo()
         service.register_task("b", stripes(), prompts=[2], training=QUICK)
-        after = service._reservation.sizes
+        after = service._catalogue.reservation.sizes
         assert after[host, "prompts and heads"] > before[host, "prompts and heads"]
         assert sum(after.values()) == programs.bytes_needed(2) + 7 * image
 
@@ -350,7 +350,7 @@ def test_a_damaged_task_leaves_the_others_serving(vit, registered, options, tmp_
         with pytest.raises(ElasticError, match=r"task 'cut' is not served: .*checkpoint\.safetensors: has"):
             found.classify(stripes(1).images, "cut")
         found.measure_latency()
-        assert found.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60).label
+        assert found.submit(stripes(1).images[0], "stripes", deadline=60.0).result(60).label
         assert found.register_task("cut", stripes(), training=QUICK, new_version=True).version == 2
         assert found.refused.keys() == {"without"}
         assert found.classify(stripes(1).images, "cut")
@@ -361,7 +361,7 @@ def test_what_is_not_finite_is_refused(empty, vit, options):
     with pytest.raises(ElasticError, match=r"'a': the .* trained for 1 prompts .* lower TrainingConfig.learning_rate"):
         empty.register_task("a", stripes(), prompts=[1], training=steep)
     assert empty.tasks == {}
-    assert Service.from_checkpoint(vit, repository=empty._repository.folder, **options).tasks == {}
+    assert Service.from_checkpoint(vit, repository=empty._registrar.repository.folder, **options).tasks == {}
     with pytest.raises(ValueError, match=r"learning_rate must be a finite number > 0, got nan"):
         TrainingConfig(learning_rate=float("nan"))
 
@@ -370,7 +370,7 @@ def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monk
     """And only those: other queries of their batch are answered."""
     with Service.from_checkpoint(vit, repository=registered, **options) as found:
         found.measure_latency()
-        launch, (bad, good) = found._programs.launch, stripes(2).images
+        launch, (bad, good) = found._catalogue.programs.launch, stripes(2).images
 
         def overflow(level, tasks, images):
             launched = launch(level, tasks, images)
@@ -378,14 +378,14 @@ def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monk
             launched.batch.outputs = launched.batch.outputs.at[places, 1].set(np.nan)
             return launched
 
-        monkeypatch.setattr(found._programs, "launch", overflow)
+        monkeypatch.setattr(found._catalogue.programs, "launch", overflow)
         with pytest.raises(FailedError, match="the logits of an image are not finite"):
             found.classify([good, bad], "stripes")
-        futures = [found.make_query(image, "stripes", latency=60.0) for image in (bad, good, good)]
+        futures = [found.submit(image, "stripes", deadline=60.0) for image in (bad, good, good)]
         with pytest.raises(FailedError, match="the logits of an image are not finite"):
             futures[0].result(60)
         assert [future.result(60).in_time for future in futures[1:]] == [True, True]
-        assert (found.statistics.failed, found.statistics.answered) == (1, 2)
+        assert (found.stats().failed, found.stats().answered) == (1, 2)
 
 
 def test_profiles(service):
@@ -583,7 +583,7 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
 def test_batches_fit_into_device_memory(vit, registered, options):
     whole = Service.from_checkpoint(vit, repository=registered, **options)
     whole.compile_ahead()
-    programs = whole._programs
+    programs = whole._catalogue.programs
     needed = programs.bytes_needed
     assert needed(2) > needed(1)
     batch = max(level.forward.workspace_bytes(2) for level in programs._levels.values())
@@ -611,15 +611,15 @@ def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
             return super().choose(batches, start, rate)
 
     opened = functools.partial(Service.from_checkpoint, vit, repository=registered, **options)
-    assert opened()._max_waiting == 10_000
-    assert opened(max_waiting=7)._max_waiting == 7
+    assert opened()._planning._max_waiting == 10_000
+    assert opened(max_waiting=7)._planning._max_waiting == 7
     monkeypatch.setattr("jaxinfer.serving.budget.WAITING_BYTES", 2 * SIZE**2 * 3)
     with opened(policy=lambda profile: Held(profile, 0)) as found:
         found.measure_latency()
         image = stripes(1).images[0]
-        futures = [found.make_query(image, "stripes", latency=60.0) for _ in range(2)]
+        futures = [found.submit(image, "stripes", deadline=60.0) for _ in range(2)]
         with pytest.raises(OverloadedError, match="2 requests are in flight already"):
-            found.make_query(image, "stripes", latency=60.0)
+            found.submit(image, "stripes", deadline=60.0)
         released.set()
         assert [future.result(60).in_time for future in futures] == [True, True]
 
@@ -636,10 +636,10 @@ def test_a_process_with_too_many_memory_mappings_compiles_no_more(vit, registere
 
 def test_a_task_whose_prompts_do_not_fit_into_device_memory(empty, vit, options, tmp_path):
     empty.register_task("a", stripes(), training=QUICK)
-    exact = options | {"device_memory": empty._programs.bytes_needed(2) + 100}
+    exact = options | {"device_memory": empty._catalogue.programs.bytes_needed(2) + 100}
     with Service.from_checkpoint(vit, repository=tmp_path / "tasks", **exact) as service:
         service.measure_latency()
-        service.make_query(stripes(1).images[0], "a", latency=60.0).result()
+        service.submit(stripes(1).images[0], "a", deadline=60.0).result()
         with pytest.raises(ElasticError, match="is too little for batches of 2"):
             service.register_task("b", stripes(), prompts=[2], training=QUICK)
         assert service.levels == (-4, 0)
@@ -678,7 +678,7 @@ class OneByOne:
     def __init__(self, service, monkeypatch, seconds=0.020):
         self.seconds, self._free, self._lock = seconds, 0.0, threading.Lock()
         self._classes = max(len(task.labels) for task in service.tasks.values())
-        monkeypatch.setattr(service._programs, "_launch", self._launch)
+        monkeypatch.setattr(service._catalogue.programs, "_launch", self._launch)
 
     def _launch(self, served, level, places, images):
         with self._lock:
@@ -730,7 +730,7 @@ def test_queries_are_timed_alone_while_others_classify(busy):
         for size in service.batch_sizes:
             service.latency.renew(level, size, [device.seconds] * 5)
     for _ in range(2 * NEWEST):
-        service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60)
+        service.submit(stripes(1).images[0], "stripes", deadline=60.0).result(60)
     for level in service.levels:
         assert service.latency.seconds(level, 1).p50 < 2 * device.seconds
 
@@ -738,9 +738,9 @@ def test_queries_are_timed_alone_while_others_classify(busy):
 def test_a_query_that_its_caller_ends_harms_no_other(busy):
     """Some while they wait, and some while they run."""
     service, _ = busy
-    queries = [service.make_query(stripes(1).images[0], "stripes", latency=60.0) for _ in range(30)]
+    queries = [service.submit(stripes(1).images[0], "stripes", deadline=60.0) for _ in range(30)]
     for query in queries[::2]:
         with contextlib.suppress(InvalidStateError):
             query.set_result(None)
     assert all(query.result(60).label for query in queries[1::2])
-    assert service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60).label
+    assert service.submit(stripes(1).images[0], "stripes", deadline=60.0).result(60).label

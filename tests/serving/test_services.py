@@ -96,7 +96,7 @@ class Classifying:
 
     def __init__(self, service):
         runner, policy = (
-            LevelRunner(service._programs, service.latency, lambda: None),
+            LevelRunner(service._catalogue.programs, service.latency, lambda: None),
             Elastic(service.serving_profile()),
         )
         self._decider = QueryDecider(runner, policy, max_waiting=LIMIT)

@@ -17,9 +17,9 @@ from rich.live import Live
 from jaxinfer.cli.display import show
 from jaxinfer.cli.elastic.opening import check_profiled, images_of, read_tasks
 from jaxinfer.elastic import Dataset, Service, load_dataset
+from jaxinfer.elastic.options import PLAN_SECONDS
 from jaxinfer.elastic.scheduling.policies import check_policy, make_policy
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.service import PLAN_SECONDS
 from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure

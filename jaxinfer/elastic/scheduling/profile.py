@@ -3,7 +3,8 @@
 import bisect
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,3 +58,8 @@ class ServingProfile:
     def best(self, task: str) -> float:
         """Compute the best accuracy of a task at any level."""
         return max(self.accuracy_at(task, level) for level in self.levels)
+
+    def at_levels(self, levels: Collection[int]) -> Self:
+        """A profile of these levels alone."""
+        accuracy = {(task, level): right for (task, level), right in self.accuracy.items() if level in levels}
+        return dataclasses.replace(self, levels=tuple(n for n in self.levels if n in levels), accuracy=accuracy)

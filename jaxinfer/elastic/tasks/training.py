@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.elastic.tasks.datasets import Dataset
@@ -16,7 +17,6 @@ from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.fields import AtLeast1, Positive, Seed, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import run_on
-from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.progress import long_work
@@ -58,13 +58,14 @@ class Trainer:
     """Trainer of tasks on one backbone.
 
     Args:
-      model: the backbone.
+      config: the model's config.
+      weights: the format of its leaves.
+      leaves: the model's leaves, in the order in which programs take them.
+      mesh: the devices that they are on; None: one device.
     """
 
-    def __init__(self, model: LoadedModel):
-        assert isinstance(model.config, ViTConfig)
-        self._config, self._weights, self._mesh = model.config, model.weights, model.mesh
-        self._leaves = list(model.leaves.values())
+    def __init__(self, config: ViTConfig, weights: WeightFormat, leaves: Leaves, mesh: Mesh | None):
+        self._config, self._weights, self._leaves, self._mesh = config, weights, leaves, mesh
 
     def train(
         self,

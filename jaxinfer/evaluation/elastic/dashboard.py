@@ -44,7 +44,7 @@ class Dashboard:
         self._sent = sent
 
     def __rich__(self) -> Panel:
-        statistics = self._service.statistics
+        statistics = self._service.stats()
         now = _Snapshot(
             time.perf_counter(),
             self._sent,
@@ -71,7 +71,7 @@ class Dashboard:
             ("answered", f"{now.answered:,}"),
             ("late", f"{statistics.late:,}"),
             ("shed", f"{now.shed:,}"),
-            ("waiting", f"{self._service.waiting:,}"),
+            ("waiting", f"{self._service.num_requests:,}"),
             ("batches", f"{statistics.batches:,}"),
             ("planning", f"{1e3 * statistics.planning_seconds / max(statistics.batches, 1):.2f} ms"),
             ("fallbacks", f"{statistics.fallbacks:,}"),

@@ -49,7 +49,7 @@ def send_queries(
                 futures.append(_send(service, given[len(futures)], tests))
             watch(len(futures))
             time.sleep(TICK)
-        while service.waiting and not stop.is_set():  # checking all futures would delay those still to come
+        while service.num_requests and not stop.is_set():  # checking all futures would delay those still to come
             watch(len(futures))
             time.sleep(TICK)
     return [
@@ -77,7 +77,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _send(service: Service, query: Query, tests: Mapping[str, Dataset]) -> "Future[Answer] | None":
     image = tests[query.task].images[query.payload]
     try:
-        return service.make_query(image, query.task, latency=query.latency, utility=query.utility)
+        return service.submit(image, query.task, deadline=query.latency, utility=query.utility)
     except OverloadedError:
         return None
 

@@ -202,7 +202,7 @@ def test_served_live(vit, registered, options, measured):
     with Service.from_checkpoint(vit, repository=registered, policy=make, max_waiting=80, **options) as service:
         service.measure_latency()
         answers = send_queries(service, queries[::-1], {"stripes": test}, watch=sent.append)
-        statistics = service.statistics
+        statistics = service.stats()
     assert [answer.query.id for answer in answers] == list(range(100))
     assert sent[-1] == 100
     assert sent == sorted(sent)
@@ -234,7 +234,7 @@ def test_dashboard(service):
 def test_a_service_counts_what_it_does(vit, registered, options):
     with Service.from_checkpoint(vit, repository=registered, **options) as service:
         service.measure_latency()
-        assert (service.waiting, service.statistics.utility) == (0, 0.0)
-        service.make_query(stripes(1).images[0], "stripes", latency=60.0, utility=0.5).result()
-        assert (service.waiting, service.statistics.utility) == (0, 0.5)
-        assert dataclasses.asdict(service.statistics)["fallbacks"] == 0
+        assert (service.num_requests, service.stats().utility) == (0, 0.0)
+        service.submit(stripes(1).images[0], "stripes", deadline=60.0, utility=0.5).result()
+        assert (service.num_requests, service.stats().utility) == (0, 0.5)
+        assert dataclasses.asdict(service.stats())["fallbacks"] == 0
