@@ -113,7 +113,7 @@ class LevelCatalogue:
     def add(self, schedules: Mapping[int, MergeSchedule], prompts: Iterable[int]) -> None:
         """Have levels with these schedules and numbers of prompts, and memory for them.
 
-        What was ready before stays ready. Raises BudgetError, ElasticError.
+        Programs that were ready stay ready. Raises BudgetError, ElasticError.
         """
         self.adaptations = dataclasses.replace(self.adaptations, schedules=schedules)
         for level in sorted({0, *self.adaptations.merge_levels, *prompts}):

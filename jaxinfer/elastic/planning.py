@@ -1,4 +1,4 @@
-"""What a live service decides by: a policy, and a profile that follows its tasks, its programs and drift."""
+"""The planning of a live service: a decider, whose profile follows the tasks, the programs and their latency."""
 
 import contextlib
 import functools

@@ -494,7 +494,7 @@ def test_profiling_or_registering_a_task_leaves_the_others_as_they_were(two_task
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(registering._repository, "write", ends)
+        patch.setattr(registering._registrar.repository, "write", ends)
         with pytest.raises(KeyboardInterrupt):
             registering.register_task("c", stripes(), training=QUICK)
     assert registering.tasks.keys() == {"a", "b"}
