@@ -67,6 +67,7 @@ class LevelCatalogue:
                 "config": str(model.description.config),
                 "weights": str(model.weights),
                 "options": options + ("" if config.kernels else f", kernels={config.kernels}"),
+                **({"mesh": model.layout} if model.mesh is not None else {}),
             },
         )
         self.latency = LatencyProfile(costs, _merged(programs))

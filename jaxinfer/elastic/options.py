@@ -37,7 +37,7 @@ class ServiceOptions(TypedDict, total=False):
     schedule: MergeSchedule | str | None
     """The division of merges over the layers; default: chosen by profiling for each level."""
     max_batch: int
-    """Images that are classified at once; default 64."""
+    """Images that are classified at once, on a mesh in each of its lanes; default 64."""
     max_tasks: int
     """Maximum number of tasks; default 8."""
     max_classes: int

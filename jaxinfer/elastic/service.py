@@ -24,6 +24,7 @@ from jaxinfer.elastic.tasks.images import check_images
 from jaxinfer.elastic.tasks.repository import Task, TaskRepository
 from jaxinfer.fields import NotNegative, check
 from jaxinfer.hub import resolve
+from jaxinfer.models.devices import AnyMesh
 from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
 from jaxinfer.progress import ProgressOption, current_progress, showing
@@ -32,6 +33,7 @@ from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.lifecycle import check_timeout
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.served import Served
+from jaxinfer.sharding import ShardingRules
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
 _Repeats = Annotated[
@@ -83,6 +85,8 @@ class Service(Served):
         path: str | Path,
         *,
         repository: str | Path | None = None,
+        mesh: AnyMesh = None,
+        rules: ShardingRules | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
         progress: ProgressOption = None,
@@ -93,13 +97,14 @@ class Service(Served):
         Args:
           path: a model directory of a vision transformer, or what stands for one, as in `LLM`.
           repository: the folder of tasks; None: `tasks` in the folder `path`.
-          others: `dtype` and `quantize` as in `load_model`, the rest as in the class.
+          others: `mesh`, `rules`, `dtype` and `quantize` as in `load_model`, the rest as in the class.
 
         Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
         """
         tasks = TaskRepository.of_model(path, repository)
         with showing(progress):
-            return cls(load_model(resolve(path), dtype=dtype, quantize=quantize), tasks, **options)
+            model = load_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
+            return cls(model, tasks, **options)
 
     @property
     def budgets(self) -> dict[str, Budget]:

@@ -306,13 +306,6 @@ def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placemen
     reservation.resize(sizes_of(devices, each, host=host))
 
 
-def _mesh_text(model: OpenedModel) -> str:
-    if model.mesh is None:
-        return ""
-    axes = ", ".join(f"{axis}={size}" for axis, size in model.mesh.shape.items())
-    return axes if model.rules == ShardingRules() else f"{axes}, {model.rules}"
-
-
 def open_costs(
     model: OpenedModel, options: Mapping[str, object], *, kernels: bool, logits_processors: Iterable[str] = ()
 ) -> Costs:
@@ -330,7 +323,7 @@ def open_costs(
         model={
             "config": str(model.description.config),
             "weights": f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
-            "mesh": _mesh_text(model),
+            "mesh": model.layout,
             "options": ", ".join(f"{name}={value}" for name, value in options.items()),
             "logits_processors": ", ".join(logits_processors),
         },

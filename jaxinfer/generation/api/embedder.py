@@ -39,7 +39,7 @@ class Embedder(EngineHolder):
       context: how many tokens a text can have; None: the model's own.
       progress: as in `LLM`.
       options: those of `LLM` for a decoder. An encoder takes `MemoryOptions`, and of `EngineOptions` token_budget,
-        overlap, kernels and level. A vision transformer takes kernels and level, and runs on one device.
+        overlap, kernels and level. A vision transformer takes kernels and level.
 
     Raises as `LLM` does.
     """

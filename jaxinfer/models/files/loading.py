@@ -111,6 +111,14 @@ class OpenedModel:
         return devices.devices_of(self.mesh)[0].platform
 
     @property
+    def layout(self) -> str:
+        """The mesh and its rules in words, by which records of costs differ; empty for one device."""
+        if self.mesh is None:
+            return ""
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return axes if self.rules == ShardingRules() else f"{axes}, {self.rules}"
+
+    @property
     def lanes(self) -> int:
         """How many groups of its devices have different requests."""
         return self.rules.lanes(self.mesh)
