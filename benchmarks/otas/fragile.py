@@ -14,7 +14,7 @@ from benchmarks.otas.setting import BY_WORTH, OURS, best_fixed, make_contender
 from benchmarks.report import Report
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.simulator import ServedTrace, simulate
 from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wandering_arrivals
 
 FRAGILE = "cifar100"
@@ -58,7 +58,7 @@ def fragile(report: Report, *, seeds: Sequence[int], queries: int) -> None:
             report.check("gain_vs_best_fixed_fragile", means[OURS] / means[best], unit, target=1.05)
 
 
-def _run(profile: ServingProfile, policy: str, load: float, *, seed: int, count: int) -> Served:
+def _run(profile: ServingProfile, policy: str, load: float, *, seed: int, count: int) -> ServedTrace:
     rate = load * PAPER_RATES[0]
     queries = make_queries(wandering_arrivals(rate, count / rate, seed=seed), table_ii(profile.tasks), seed=seed)
     return simulate(queries, make_contender(policy, profile), profile, seed=seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxinfer.elastic.scheduling.policies import Elastic, ModelSwitching
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.evaluation.elastic.measurements import Measurements
-from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.simulator import ServedTrace, simulate
 from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wandering_arrivals
 from jaxinfer.models.files.loading import open_model
 
@@ -104,6 +104,6 @@ def simulated_gain(load: float, link: float, *, seed: int, count: int, by_worth:
     loads = {index: 4 * parameters / link for index, (_, _, parameters) in enumerate(VITS.values())}
     elastic = Elastic(levels)
     switching = ModelSwitching(models, loads, elastic.batching if by_worth else None)
-    ours: Served = simulate(queries, elastic, levels, seed=seed)
-    theirs: Served = simulate(queries, switching, models, seed=seed)
+    ours: ServedTrace = simulate(queries, elastic, levels, seed=seed)
+    theirs: ServedTrace = simulate(queries, switching, models, seed=seed)
     return ours.utility / theirs.utility

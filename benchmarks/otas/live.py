@@ -27,7 +27,7 @@ from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.runs import batches_of
-from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
+from jaxinfer.evaluation.elastic.simulator import ServedQuery, ServedTrace
 from jaxinfer.evaluation.elastic.workloads import table_ii
 from jaxinfer.sizes import round_up
 
@@ -90,12 +90,12 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
     report.check("controller_share", share, "of a core", target=0.05, better="lower")
 
 
-def serve_live(setting: Setting, queries: Sequence[Query], policy: str) -> Served:
+def serve_live(setting: Setting, queries: Sequence[Query], policy: str) -> ServedTrace:
     """Serve queries live, once."""
     with _service(setting, policy) as service:
         service.measure_latency()
         answers = send_queries(service, queries, setting.tests)
-    return Served(answers=answers, best=setting.levels.best(queries))
+    return ServedTrace(answers=answers, best=setting.levels.best(queries))
 
 
 def _service(setting: Setting, policy: str) -> Service:
@@ -115,7 +115,7 @@ def after_slowdown(report: Report, setting: Setting, *, seconds: float) -> None:
             queries = setting.queries(SLOWED, seed=0, count=round(seconds / 3 * SLOWED.load * setting.levels.capacity))
             with busy_cores() if when == "during" else contextlib.nullcontext():
                 answers = send_queries(service, queries, setting.tests)
-            utilities[when] = Served(answers=answers, best=setting.levels.best(queries)).normalised
+            utilities[when] = ServedTrace(answers=answers, best=setting.levels.best(queries)).normalised
     report.row(figure="slowdown", **SLOWED._asdict(), **{when: round(value, 4) for when, value in utilities.items()})
     rich.print(f"a slow spell: {utilities}")
     report.check("utility_after_slowdown", utilities["after"] / utilities["before"], "of before", target=0.98)

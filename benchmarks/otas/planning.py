@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.report import Report
-from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, Plan, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import POINTS, Job, LevelPlan, Option, plan_exact, plan_paper
 
 INSTANCES, TIMED = 1000, 500
 BATCHES, LEVELS = 10, 8
@@ -71,7 +71,7 @@ def brute_force(jobs: Sequence[Job]) -> float:
     return best
 
 
-def earned(jobs: Sequence[Job], plan: Plan) -> float:
+def earned(jobs: Sequence[Job], plan: LevelPlan) -> float:
     """Compute the utility of a plan when it is carried out; late batches earn nothing."""
     clock = utility = 0.0
     for job, level in sorted(zip(jobs, plan.levels, strict=True), key=lambda pair: pair[0].deadline):

@@ -17,7 +17,7 @@ from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Polic
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure
-from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.simulator import ServedTrace
 from jaxinfer.evaluation.elastic.workloads import ARRIVALS, QueryKind, arrivals_at, table_ii
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
@@ -143,11 +143,11 @@ class Setting(NamedTuple):
         arrivals = arrivals_at(TRACES[cell.trace], rate, count / rate, seed=seed, scale=measured.scale)
         return measured.queries(arrivals, seed=seed, kinds=MIXES[cell.mix])
 
-    def simulate(self, queries: Sequence[Query], policy: str, *, seed: int) -> Served:
+    def simulate(self, queries: Sequence[Query], policy: str, *, seed: int) -> ServedTrace:
         """Serve queries once on a simulated clock; the seed draws the seconds of batches."""
         measured = self.models if is_infaas(policy) else self.levels
         served = measured.simulate(queries, self.make(policy), seed=seed)
-        return Served(answers=served.answers, best=self.levels.best(queries))
+        return ServedTrace(answers=served.answers, best=self.levels.best(queries))
 
 
 def is_infaas(policy: str) -> bool:

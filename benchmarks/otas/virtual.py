@@ -36,7 +36,7 @@ from jaxinfer.cli.display import show
 from jaxinfer.elastic.scheduling.policies import POLICIES
 from jaxinfer.elastic.scheduling.query import Outcome
 from jaxinfer.evaluation.elastic.runs import Run
-from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.simulator import ServedTrace
 from jaxinfer.evaluation.elastic.summaries import summarise
 from jaxinfer.evaluation.elastic.workloads import burstiness
 
@@ -79,7 +79,7 @@ class Ended(NamedTuple):
     levels: Counter[int]
 
     @classmethod
-    def from_served(cls, served: Served) -> "Ended":
+    def from_served(cls, served: ServedTrace) -> "Ended":
         """Summarise a run."""
         return cls(served.normalised, {outcome: served.share(outcome) for outcome in Outcome}, served.levels)
 
@@ -144,7 +144,7 @@ def shown(report: Report, setting: Setting, *, queries: int) -> None:
         report.rows.append(summary_row(setting, cell, runs))
 
 
-def summary_row(setting: Setting, cell: Cell, runs: Mapping[str, Sequence[Served]]) -> dict[str, Any]:
+def summary_row(setting: Setting, cell: Cell, runs: Mapping[str, Sequence[ServedTrace]]) -> dict[str, Any]:
     """Summarise a cell's runs by policy in the row that its figures are drawn from."""
     recorded = []
     for policy, served in runs.items():

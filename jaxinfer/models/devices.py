@@ -217,7 +217,7 @@ def _meminfo(root: pathlib.Path, field: str) -> int:
     return int(fields[field].split()[0]) * 1024
 
 
-class _Container(NamedTuple):
+class _ControlGroup(NamedTuple):
     """A cgroup, and the names of its files: of the limit and of what is used, and in `memory.stat` of files' pages."""
 
     folder: pathlib.Path
@@ -245,7 +245,7 @@ class _Container(NamedTuple):
             return None
 
 
-def _containers(root: pathlib.Path) -> Iterator[_Container]:
+def _containers(root: pathlib.Path) -> Iterator[_ControlGroup]:
     """Yield the containers around this process: cgroups of version 2 or 1, up to the outermost."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -261,4 +261,4 @@ def _containers(root: pathlib.Path) -> Iterator[_Container]:
             continue
         inside = pathlib.PurePosixPath(path.lstrip("/"))
         for group in {folder, folder / inside, *(folder / parent for parent in inside.parents)}:
-            yield _Container(group, *files)
+            yield _ControlGroup(group, *files)

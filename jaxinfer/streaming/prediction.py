@@ -58,7 +58,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pass:
+class PassTraffic:
     """The traffic and computation of a pass through a model, with their speeds.
 
     Attributes:
@@ -109,7 +109,7 @@ def plan_pass(
     *,
     bandwidths: Mapping[str, float] | None = None,
     flops: float | None = None,
-) -> Pass:
+) -> PassTraffic:
     """Plan a pass of a placed model on this machine, measuring what is not given.
 
     Args:
@@ -130,7 +130,7 @@ def plan_pass(
         rates["disk"] = measure_disk(written if written.exists() else opened.folder)
     if "host" in moved and "host" not in rates:
         rates["host"] = measure_host_copy(devices)
-    return Pass(
+    return PassTraffic(
         moved=moved,
         bandwidths={tier: rates[tier] for tier in moved},
         parameters=opened.parameters_per_device,

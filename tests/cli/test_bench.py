@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.bench.measure import measure_latency, measure_throughput
 from jaxinfer.cli.bench.results import Distribution
-from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
+from jaxinfer.cli.bench.workload import BenchRequest, random_prompts, spread_lengths
 from jaxinfer.cli.display import figure
 from jaxinfer.generation import LLM
 from jaxinfer.models.files.conversion import convert
@@ -128,7 +128,7 @@ def test_lengths_cover_the_whole_range():
 
 @pytest.mark.slow
 def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
-    requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
+    requests = [BenchRequest([1, 2, 3], 20), BenchRequest([4] * 16, 3), BenchRequest([5], 1)]
     seen = []
     with LLM(model_dir, **PLAIN) as llm:
         result, warm_up = measure_throughput(llm, requests, progress=lambda *reached: seen.append(reached))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxinfer.cli import display
-from jaxinfer.cli.bench.results import STATISTICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.cli.bench.results import STATISTICS, Distribution, LatencyResult, Throughput, WarmUp
 from jaxinfer.cli.bench.tables import latency_table, print_tables, throughput_tables
 from jaxinfer.compiled.dumps import Buffer, Collective, Resources
 from jaxinfer.compiled.target import Kernel, TargetReport
@@ -38,7 +38,7 @@ SLOW = [12345.678 + n for n in range(3)], [1234.5678, 2.0, 0.0009], [0.123456, 9
 
 def latency(batch):
     times = dict(zip(("end_to_end_s", "first_token_s", "per_output_token_s", "inter_token_s"), SLOW, strict=True))
-    return Latency(batch=batch, output_tokens=1000, total_output_tokens=98_765_432, **times)
+    return LatencyResult(batch=batch, output_tokens=1000, total_output_tokens=98_765_432, **times)
 
 
 def test_no_figure_of_latencies_is_cut():
@@ -73,7 +73,7 @@ def test_no_figure_of_throughput_is_cut():
 
 
 def test_metrics_without_samples_are_left_out():
-    result = Latency(batch=1, output_tokens=1, end_to_end_s=[0.5], first_token_s=[0.25], total_output_tokens=1)
+    result = LatencyResult(batch=1, output_tokens=1, end_to_end_s=[0.5], first_token_s=[0.25], total_output_tokens=1)
     text = shown(latency_table([result], 8))
     assert "output token" not in text.replace("output tokens", "")
     assert text.split().count("500.0") == text.split().count("250.0") == len(STATISTICS)

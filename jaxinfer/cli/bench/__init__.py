@@ -158,7 +158,7 @@ def throughput(
         import numpy as np
 
         from jaxinfer.cli.bench import measure, report, tables
-        from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
+        from jaxinfer.cli.bench.workload import BenchRequest, encode_prompts, random_prompts, spread_lengths
         from jaxinfer.compiled.cpu_library import build_library
 
         rng = np.random.default_rng(seed)
@@ -168,7 +168,7 @@ def throughput(
             prompts = random_prompts(rng, config.vocab, lengths)
         else:
             prompts = encode_prompts(prompts_file, requests, model, config.vocab)
-        workload = list(map(Request, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
+        workload = list(map(BenchRequest, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
         for number, request in enumerate(workload, 1):
             check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
 

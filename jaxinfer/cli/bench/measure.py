@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinfer.cli.bench.results import Latency, Throughput, WarmUp
-from jaxinfer.cli.bench.workload import Request, random_prompts
+from jaxinfer.cli.bench.results import LatencyResult, Throughput, WarmUp
+from jaxinfer.cli.bench.workload import BenchRequest, random_prompts
 from jaxinfer.compiled.program import bucket_text
 from jaxinfer.generation import LLM, CompletionOutput, SamplingParams
 from jaxinfer.generation.engine.config import EngineConfig
@@ -27,7 +27,7 @@ def measure_latency(
     warmup: int = 1,
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
-) -> tuple[list[Latency], WarmUp]:
+) -> tuple[list[LatencyResult], WarmUp]:
     """Run one batch at a time, `rounds` times for each size in `batches`, after `warmup` >= 1 unmeasured rounds.
 
     A round is a `generate` and, for the inter-token latency, a `stream`; `progress` is called after each round.
@@ -37,8 +37,8 @@ def measure_latency(
         _check_fits_at_once(llm, batch, prompt_tokens + output_tokens)
     rng = np.random.default_rng(seed)
 
-    def run(batch: int, rounds: int) -> Latency:
-        result = Latency(batch=batch, output_tokens=output_tokens)
+    def run(batch: int, rounds: int) -> LatencyResult:
+        result = LatencyResult(batch=batch, output_tokens=output_tokens)
         for _ in range(rounds):
             _run_latency_round(llm, result, *(_random(llm, rng, [prompt_tokens] * batch) for _ in range(2)))
             progress()
@@ -54,7 +54,7 @@ def measure_latency(
 
 def measure_throughput(
     llm: LLM,
-    requests: Sequence[Request],
+    requests: Sequence[BenchRequest],
     *,
     warmup: int = 1,
     seed: int = 0,
@@ -69,7 +69,7 @@ def measure_throughput(
     rng, start = np.random.default_rng(seed), time.perf_counter()
     for _ in range(warmup):
         others = _random(llm, rng, [len(r.prompt_token_ids) for r in requests])
-        _run_throughput(llm, [Request(p, r.output_tokens) for p, r in zip(others, requests, strict=True)])
+        _run_throughput(llm, [BenchRequest(p, r.output_tokens) for p, r in zip(others, requests, strict=True)])
     warm_up = _warm_up(llm, start)
     with llm.engine.executor.programs.forbid_compile():
         return _run_throughput(llm, requests, progress), warm_up
@@ -94,7 +94,7 @@ def _params(output_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
 
 
-def _run_latency_round(llm: LLM, result: Latency, prompts: list[list[int]], streamed: list[list[int]]) -> None:
+def _run_latency_round(llm: LLM, result: LatencyResult, prompts: list[list[int]], streamed: list[list[int]]) -> None:
     """Append one round's samples to `result`."""
     params, start = _params(result.output_tokens), time.perf_counter()
     outputs = llm.generate(prompts, params)
@@ -119,7 +119,7 @@ def _inter_token_gaps(llm: LLM, prompts: list[list[int]], params: SamplingParams
 
 
 def _run_throughput(
-    llm: LLM, requests: Sequence[Request], progress: Callable[[int, int], None] = lambda finished, tokens: None
+    llm: LLM, requests: Sequence[BenchRequest], progress: Callable[[int, int], None] = lambda finished, tokens: None
 ) -> Throughput:
     done: list[CompletionOutput] = []
     timeline, counts, tokens = [], dict[str, int](), 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from jaxinfer.cli.bench.files import write_file
-from jaxinfer.cli.bench.results import METRICS, Latency, Throughput
+from jaxinfer.cli.bench.results import METRICS, LatencyResult, Throughput
 from jaxinfer.compiled.machine import machine
 from jaxinfer.evaluation.figures import OURS, SEQUENCE, finish, legend_outside, render
 from jaxinfer.generation import LLM
@@ -25,7 +25,7 @@ def caption_of(llm: LLM, model: Path, load: str) -> str:
     return f"{model.resolve().name} ({form}), {load}; {device}; {datetime.date.today()}"
 
 
-def draw_latency(results: list[Latency], caption: str) -> Figure:
+def draw_latency(results: list[LatencyResult], caption: str) -> Figure:
     """Draw cumulative distributions: a panel per metric, a line per batch size."""
     shown = [field for field in METRICS if getattr(results[0], field)]
     figure = Figure(figsize=(1 + 3.2 * len(shown), 3.5), layout="constrained")

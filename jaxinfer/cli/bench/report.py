@@ -10,14 +10,14 @@ from typing import Any
 import typer
 
 from jaxinfer.cli.bench.files import write_file
-from jaxinfer.cli.bench.results import METRICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.cli.bench.results import METRICS, Distribution, LatencyResult, Throughput, WarmUp
 from jaxinfer.compiled.machine import machine
 from jaxinfer.generation import LLM
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 
 
-def latency_metrics(results: list[Latency]) -> dict[str, Any]:
+def latency_metrics(results: list[LatencyResult]) -> dict[str, Any]:
     """Return the report's `metrics` of `bench latency`."""
     return {
         "batches": [
@@ -42,7 +42,7 @@ def throughput_metrics(result: Throughput) -> dict[str, Any]:
     return {**{name: getattr(result, name) for name in (*names, *rates, *idle)}, **_distributions(result)}
 
 
-def _distributions(result: Latency | Throughput) -> dict[str, Any]:
+def _distributions(result: LatencyResult | Throughput) -> dict[str, Any]:
     distributions = {
         field: Distribution.from_samples(getattr(result, field)) for field in METRICS if hasattr(result, field)
     }

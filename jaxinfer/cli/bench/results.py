@@ -57,7 +57,7 @@ class WarmUp:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Latency:
+class LatencyResult:
     """Samples of one batch size, in seconds, appended to after every round.
 
     Attributes:

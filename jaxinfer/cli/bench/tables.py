@@ -6,7 +6,7 @@ from textwrap import fill
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfer.cli.bench.results import METRICS, STATISTICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.cli.bench.results import METRICS, STATISTICS, Distribution, LatencyResult, Throughput, WarmUp
 from jaxinfer.cli.display import figure, show, table
 
 HEADING = 12
@@ -23,7 +23,7 @@ def print_tables(tables: Sequence[Table], warm_up: WarmUp) -> None:
     )
 
 
-def latency_table(results: list[Latency], prompt_tokens: int) -> Table:
+def latency_table(results: list[LatencyResult], prompt_tokens: int) -> Table:
     """Return a table of times in milliseconds and of rates, by batch size."""
     title = f"{prompt_tokens} prompt and {results[0].output_tokens} output tokens a request; times in ms"
     metrics = _sampled(results[0])
@@ -55,7 +55,7 @@ def throughput_tables(result: Throughput) -> list[Table]:
     return [rates, times]
 
 
-def _sampled(result: Latency | Throughput) -> list[str]:
+def _sampled(result: LatencyResult | Throughput) -> list[str]:
     """Return the metrics that have samples."""
     return [field for field in METRICS if getattr(result, field, ())]
 
@@ -64,7 +64,7 @@ def _headings(metrics: Sequence[str]) -> list[str]:
     return [fill(METRICS[field], HEADING, break_on_hyphens=False) for field in metrics]
 
 
-def _rows(result: Latency | Throughput, metrics: Sequence[str]) -> list[list[str]]:
+def _rows(result: LatencyResult | Throughput, metrics: Sequence[str]) -> list[list[str]]:
     """Return a row for each statistic: its name, and milliseconds by metric."""
     summaries = [Distribution.from_samples(getattr(result, field)) for field in metrics]
     return [[name, *(figure(1e3 * getattr(summary, name)) for summary in summaries)] for name in STATISTICS]

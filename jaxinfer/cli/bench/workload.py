@@ -12,7 +12,7 @@ from jaxinfer.text import Tokenizer, encode_prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """A prompt, and how many tokens to generate."""
 
     prompt_token_ids: list[int]

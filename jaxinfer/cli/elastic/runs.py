@@ -24,7 +24,7 @@ from jaxinfer.evaluation.elastic.dashboard import Dashboard
 from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure
 from jaxinfer.evaluation.elastic.runs import Run, write_run
-from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.simulator import ServedTrace
 from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at, burstiness, read_trace
 from jaxinfer.evaluation.traces import write_trace
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     measured: Measurements
     workload: Workload
 
-    def run_of(self, served: Served, policy: str, *, live: bool) -> Run:
+    def run_of(self, served: ServedTrace, policy: str, *, live: bool) -> Run:
         """Make the run of a policy."""
         arrivals, load, seed, _ = self.workload
         clock = "wall" if live else "simulated"
@@ -180,7 +180,7 @@ def run_live(setting: Setting, policy: str, runs: list[Run]) -> None:
             with Live(dashboard, console=Console(), refresh_per_second=4):
                 answers = send_queries(service, queries, setting.tests, watch=dashboard.watch, stop=stop)
             service.close(drain=not stop.is_set())
-    served = Served(answers=answers, best=measured.best([answer.query for answer in answers]))
+    served = ServedTrace(answers=answers, best=measured.best([answer.query for answer in answers]))
     runs.append(setting.run_of(served, policy, live=True))
     if stop.is_set():
         raise KeyboardInterrupt

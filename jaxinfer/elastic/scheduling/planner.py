@@ -41,7 +41,7 @@ class Job(NamedTuple):
     options: tuple[Option, ...]
 
 
-class Plan(NamedTuple):
+class LevelPlan(NamedTuple):
     """A planner's decision.
 
     Attributes:
@@ -66,7 +66,7 @@ def plan_exact(
     points: int | None = None,
     time_limit: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Plan:
+) -> LevelPlan:
     """Find the best plan, by a Pareto front of (end, utility) after each job.
 
     A partial plan that ends later than another and earns no more can be dropped: anything that can follow it can follow
@@ -113,7 +113,7 @@ def plan_exact(
         if chosen[at]:
             levels[index] = options[index][chosen[at] - 1].level
         at = previous[at]
-    return Plan(levels, float(utilities[-1]), float(ends[-1]))
+    return LevelPlan(levels, float(utilities[-1]), float(ends[-1]))
 
 
 def _rises(values: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def _rises(values: np.ndarray) -> np.ndarray:
     return np.concatenate(([True], values[1:] > np.maximum.accumulate(values)[:-1]))
 
 
-def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
+def plan_paper(jobs: Sequence[Job], start: float) -> LevelPlan:
     """Plan by OTAS's Algorithm 2 as printed: its plans can be far from the best and even miss deadlines.
 
     It keeps one end and one utility for each job and level, the rows begin with utility 0 and previous level 1, and a
@@ -156,7 +156,7 @@ def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
         options = jobs[order[row - 1]].options
         levels[order[row - 1]] = options[at - 1].level if 0 < at <= len(options) else None
         at = previous[row, at]
-    return Plan(levels, utility, end)
+    return LevelPlan(levels, utility, end)
 
 
 def _useful(job: Job, start: float) -> list[Option]:

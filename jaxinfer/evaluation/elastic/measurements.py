@@ -11,7 +11,7 @@ from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.elastic.service import Service
 from jaxinfer.elastic.tasks.datasets import Dataset
-from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.simulator import ServedTrace, simulate
 from jaxinfer.evaluation.elastic.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sizes import round_up
@@ -77,7 +77,7 @@ class Measurements:
         best = {task: max(self.right[task, level].mean() for level in levels) for task in tasks}
         return float(sum(query.utility * best[query.task] for query in queries))
 
-    def simulate(self, queries: Sequence[Query], policy: Policy, *, seed: int) -> Served:
+    def simulate(self, queries: Sequence[Query], policy: Policy, *, seed: int) -> ServedTrace:
         """Serve queries with images on a simulated clock; the seed draws the seconds of batches."""
         served = simulate(queries, policy, self.profile, seconds=self.sampler(seed), right=self.is_right)
         return dataclasses.replace(served, best=self.best(queries))

@@ -8,7 +8,7 @@ import msgspec
 
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.evaluation.elastic.measurements import Measurements
-from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
+from jaxinfer.evaluation.elastic.simulator import ServedQuery, ServedTrace
 from jaxinfer.evaluation.traces import read_lines, write_lines
 
 FORMAT = 2
@@ -33,7 +33,7 @@ class RunHeader(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       capacity: queries a second at level 0.
       seed: seed of what was drawn.
       clock: "wall" or "simulated".
-      best: see `Served`.
+      best: see `ServedTrace`.
       profile: the profile of the levels.
       format: the file's format.
     """
@@ -53,12 +53,12 @@ class Run(msgspec.Struct, frozen=True):
     """A header, and each query's outcome."""
 
     header: RunHeader
-    served: Served
+    served: ServedTrace
 
     @classmethod
     def from_served(
         cls,
-        served: Served,
+        served: ServedTrace,
         measured: Measurements,
         *,
         policy: str,
@@ -126,7 +126,7 @@ def read_run(file: Path) -> Run:
     if described.format != FORMAT:
         raise ValueError(f"{file}: has format {described.format}, and this version reads {FORMAT}; record it again.")
     answers = read_lines(file, lines, ServedQuery, name="a served query", first=2)
-    return Run(described, Served(answers=answers, best=described.best))
+    return Run(described, ServedTrace(answers=answers, best=described.best))
 
 
 def read_runs(folder: Path) -> list[Run]:

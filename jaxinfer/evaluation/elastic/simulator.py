@@ -46,7 +46,7 @@ def shed_query(query: Query, at: float) -> ServedQuery:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedTrace:
     """The outcomes of a trace under a policy.
 
     Attributes:
@@ -96,7 +96,7 @@ def simulate(
     seconds: Sampler | None = None,
     right: Callable[[Query, int], bool] | None = None,
     seed: int = 0,
-) -> Served:
+) -> ServedTrace:
     """Serve a trace on a simulated clock.
 
     Args:
@@ -113,7 +113,7 @@ def simulate(
     drawn = {query.id: draw for query, draw in zip(given, draws, strict=False)}
     is_right = right or (lambda query, level: bool(drawn[query.id] < profile.accuracy_at(query.task, level)))
     device = _Device(Controller(policy), seconds or profile.batch_seconds, is_right)
-    return Served(answers=device.serve(given), best=best_utility(queries, profile))
+    return ServedTrace(answers=device.serve(given), best=best_utility(queries, profile))
 
 
 class _Device:

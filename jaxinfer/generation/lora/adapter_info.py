@@ -30,7 +30,7 @@ _KEEPS_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _ConfigFile(msgspec.Struct, kw_only=True):
+class _AdapterConfigFile(msgspec.Struct, kw_only=True):
     """The fields of `adapter_config.json` that decide what an adapter computes."""
 
     peft_type: str
@@ -75,7 +75,7 @@ class AdapterInfo:
             raise CheckpointError(f"{file}: no such file; name a folder that PEFT's save_pretrained wrote.")
         fields = read_json(file)
         try:
-            config = msgspec.convert(fields, _ConfigFile)
+            config = msgspec.convert(fields, _AdapterConfigFile)
             for pattern in (*(config.rank_pattern or {}), *(config.alpha_pattern or {})):
                 re.compile(pattern)
         except (msgspec.ValidationError, re.error) as error:
@@ -113,7 +113,7 @@ class AdapterInfo:
             )
 
 
-def _require_plain_lora(file: pathlib.Path, config: _ConfigFile, fields: Mapping[str, object]) -> None:
+def _require_plain_lora(file: pathlib.Path, config: _AdapterConfigFile, fields: Mapping[str, object]) -> None:
     """Refuse every field that asks for more than x A^T B^T, including fields of later PEFT versions."""
     choices = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _KEEPS_THE_MODEL}
     for name, supported in choices.items():

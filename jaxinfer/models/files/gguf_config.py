@@ -38,7 +38,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class GgufArchitecture:
     """One value of `general.architecture`.
 
     Attributes:
@@ -66,10 +66,10 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", rotates_pairs=True),
-    "qwen2": Architecture(model_type="qwen2"),
-    "qwen3": Architecture(model_type="qwen3"),
-    "gemma3": Architecture(
+    "llama": GgufArchitecture(model_type="llama", rotates_pairs=True),
+    "qwen2": GgufArchitecture(model_type="qwen2"),
+    "qwen3": GgufArchitecture(model_type="qwen3"),
+    "gemma3": GgufArchitecture(
         model_type="gemma3_text",
         layer=_GEMMA_LAYER,
         norm_offset=1.0,
@@ -89,7 +89,7 @@ _ABSENT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 """Keys that say, with these values, that a model has no such part."""
 
 
-def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
+def architecture_of(metadata: Mapping[str, Any]) -> GgufArchitecture:
     """The architecture of a file. Raises ValueError for one that is not implemented."""
     kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
     if kind != "model":

@@ -232,7 +232,7 @@ def build_join(static: DecoderStatic, sizes: Join) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments:
+class _ExpertArguments:
     """The shapes of the programs' arguments in a layout."""
 
     layout: DeviceLayout
@@ -281,7 +281,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
     if not kinds:
         return []
     mlp_kinds = sorted({mlp_kind(config, kind) for kind in kinds})
-    arguments, options = _Arguments(layout), functools.partial(pass_options, layout)
+    arguments, options = _ExpertArguments(layout), functools.partial(pass_options, layout)
 
     def reachable(program: type[_OfLayer], kinds: list[int]) -> Callable[[Buckets], Iterable[Any]]:
         most = layout.engine.num_speculative_tokens
