@@ -103,8 +103,9 @@ class Service(Served):
         """
         tasks = TaskRepository.of_model(path, repository)
         with showing(progress):
-            model = load_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-            return cls(model, tasks, **options)
+            return cls(
+                load_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize), tasks, **options
+            )
 
     @property
     def budgets(self) -> dict[str, Budget]:
@@ -256,8 +257,7 @@ class Service(Served):
         pixels = check_images(image, self.config.image_size)
         if len(pixels) != 1:
             raise ElasticError(f"a query must be a single image, got {len(pixels)} images.")
-        task = self.task(task).name
-        decider = self._planning.started(self)
+        task, decider = self.task(task).name, self._planning.started(self)
         return decider.serve(task, pixels[0].copy(), latency=deadline, utility=utility, owner=self)
 
     def start(self) -> None:
