@@ -52,8 +52,7 @@ class Service(Served):
     Args:
       model: a vision transformer.
       repository: the repository of tasks.
-      progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
-        (what, done, total), or None: as the caller has chosen, else yes unless `JAXINFER_PROGRESS=0`.
+      progress: whether work of seconds, such as compiling, shows a line on stderr, as in `LLM`.
       options: those of `ServiceOptions`.
 
     Attributes:
@@ -103,9 +102,8 @@ class Service(Served):
         """
         tasks = TaskRepository.of_model(path, repository)
         with showing(progress):
-            return cls(
-                load_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize), tasks, **options
-            )
+            model = load_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
+            return cls(model, tasks, **options)
 
     @property
     def budgets(self) -> dict[str, Budget]:

@@ -29,7 +29,7 @@ class BatchSize(Sizes):
 
 
 def batch_sharding(mesh: Mesh | None, rules: ShardingRules) -> NamedSharding | None:
-    """Where arrays are whose first dimension is the batch: a part of it in each lane. None: on the only device."""
+    """The sharding of arrays whose first dimension is the batch, of which each lane has a part; None: one device."""
     return None if mesh is None else NamedSharding(mesh, rules.spec("batch", mesh=mesh))
 
 
