@@ -6,7 +6,7 @@ exchange).
 Axes: batch (B) = requests in one step; embed (D) = residual width; mlp (F) = hidden width; vocab (V) = token ids.
 """
 
-from jaxinfer.sharding.mesh import MeshConfig, MeshFile, check_mesh, check_rules, read_mesh
+from jaxinfer.sharding.mesh import MeshConfig, MeshFile, axes_text, check_mesh, check_rules, read_mesh
 from jaxinfer.sharding.rules import ShardingRules
 
-__all__ = ["MeshConfig", "MeshFile", "ShardingRules", "check_mesh", "check_rules", "read_mesh"]
+__all__ = ["MeshConfig", "MeshFile", "ShardingRules", "axes_text", "check_mesh", "check_rules", "read_mesh"]

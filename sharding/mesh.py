@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import msgspec
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxinfer.fields import Size, check_fields
 from jaxinfer.sharding.rules import MESH_AXES, ShardingRules
@@ -59,9 +59,9 @@ class MeshConfig:
         # Placing arrays needs Auto axes. Model programs are traced inside `jax.shard_map`, which makes them Manual.
         return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
 
-    def abstract(self) -> jax.sharding.AbstractMesh:
+    def abstract(self) -> AbstractMesh:
         """The mesh without devices, for planning on a machine that has fewer."""
-        return jax.sharding.AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
+        return AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -101,6 +101,15 @@ def check_rules(rules: ShardingRules) -> None:
                     f"ShardingRules.{axis}={getattr(rules, axis)!r}: {name!r} is not a mesh axis; use "
                     f"{', '.join(map(repr, MeshConfig.AXES))} or None."
                 )
+
+
+def axes_text(mesh: Mesh | AbstractMesh) -> str:
+    """Format the axes of a mesh that have several devices.
+
+    >>> axes_text(MeshConfig(data=2, tensor=4).abstract())
+    'data=2, tensor=4'
+    """
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
 
 
 def check_mesh(mesh: Mesh) -> None:

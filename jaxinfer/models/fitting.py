@@ -25,7 +25,7 @@ from jaxinfer.models.config import (
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
-from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding import ShardingRules, axes_text
 
 TOKENS_PER_WORD = 32
 """Tokens in a word of a bitmask of the vocabulary, whose words are divided too."""
@@ -124,7 +124,7 @@ def fit(
     if isinstance(config, ConvolutionalConfig):
         if mesh.size > rules.lanes(mesh):
             raise ValueError(
-                f"mesh {_shape_text(mesh)}: a convolutional network ({kind_of(config)}) has all its weights on every "
+                f"mesh {axes_text(mesh)}: a convolutional network ({kind_of(config)}) has all its weights on every "
                 "device; use MeshConfig(data=N) alone, by which each device takes a part of a batch."
             )
         return Fitting(original=config, config=config)
@@ -139,7 +139,7 @@ def fit(
                 _fit(config, weights, {axis: min(n, fewer) for axis, n in ways.items()}, stored=stored)
             except ValueError:
                 continue
-            raise ValueError(f"mesh {_shape_text(mesh)}: {error} The nearest that works is {fewer} ways.") from error
+            raise ValueError(f"mesh {axes_text(mesh)}: {error} The nearest that works is {fewer} ways.") from error
         raise
 
 
@@ -160,14 +160,10 @@ def _check_experts(config: DecoderConfig, mesh: Mesh | AbstractMesh, rules: Shar
             over = " x ".join(name for name in rules.mesh_axes("experts") if mesh.shape.get(name, 1) > 1)
             nearest = next(n for n in range(min(ways, experts), 0, -1) if experts % n == 0)
             raise ValueError(
-                f"mesh {_shape_text(mesh)}: the {experts} experts of layer {layer} do not divide over {over} = {ways} "
+                f"mesh {axes_text(mesh)}: the {experts} experts of layer {layer} do not divide over {over} = {ways} "
                 f"devices. The nearest that works is {nearest}; or keep all experts on every device by "
                 "ShardingRules(experts=None)."
             )
-
-
-def _shape_text(mesh: Mesh | AbstractMesh) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
 
 
 def _fit(

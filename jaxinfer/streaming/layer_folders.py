@@ -23,6 +23,7 @@ from jaxinfer.disk_cache import cache_folder, keys, make_private
 from jaxinfer.models.config import DecoderConfig, ModelConfig
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
+from jaxinfer.sharding import axes_text
 
 REVISION = 2
 """Revision of the files' content, counted apart from that of their format.
@@ -186,8 +187,8 @@ def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStr
 
 def describe_format(opened: OpenedModel) -> str:
     """Describe the format of the files, such as "bfloat16, int8, tensor=2": the options of a run that reads them."""
-    mesh = [] if opened.mesh is None else [f"{axis}={n}" for axis, n in opened.mesh.shape.items() if n > 1]
-    return ", ".join([opened.weights.dtype.name, *filter(None, [opened.weights.quantized]), *mesh])
+    mesh = "" if opened.mesh is None else axes_text(opened.mesh)
+    return ", ".join(filter(None, [opened.weights.dtype.name, opened.weights.quantized, mesh]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
