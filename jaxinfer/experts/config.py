@@ -15,6 +15,7 @@ from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKi
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.fields import AtLeast1, Bytes, NotNegative, Size, check_fields
 from jaxinfer.hub import HubName
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import parse_bytes
 
 HUB = "hf://"
@@ -67,6 +68,7 @@ class _File(_Strict):
     max_waiting: int | None = None
     dtype: str | None = None
     kernels: bool = True
+    mesh: dict[str, Any] | None = None
 
 
 _TABLES: dict[str, type[_Strict]] = {"experts": _Expert, "inputs": _Input, "rules": _Rule, "executors": _Executor}
@@ -107,9 +109,10 @@ class ExecutorOptions:
     """The config of an executor.
 
     Attributes:
-      device: such as "gpu:0"; None: the first device.
-      expert_memory: bytes for experts.
-      activation_memory: bytes for a batch's activations, on top of the experts; None: limited by `max_batch` alone.
+      device: such as "gpu:0"; None: the system's mesh, or the first device.
+      expert_memory: bytes for experts, of each device.
+      activation_memory: bytes of each device for a batch's activations, on top of the experts; None: limited by
+        `max_batch` alone.
     """
 
     name: str
@@ -131,9 +134,11 @@ class SystemConfig:
       inputs: the kinds of input, and where each goes first.
       rules: which expert follows which verdict.
       executors: the executors that run them.
+      mesh: how experts and batches are divided over devices, all of which every executor uses; None: executors have a
+        device each.
       policy: the scheduler's policy.
       host_memory: bytes of the host cache, where the policy uses one.
-      max_batch: the largest batch.
+      max_batch: inputs of the largest batch in each lane of the mesh.
       max_waiting: waiting requests beyond which inputs are refused; None: 10,000, or as many as have inputs of 512 MiB
         together.
       dtype: the experts' matrices' dtype; None: as stored, but float32 on a CPU.
@@ -145,6 +150,7 @@ class SystemConfig:
     inputs: tuple[InputKind, ...]
     rules: tuple[Rule, ...] = ()
     executors: tuple[ExecutorOptions, ...]
+    mesh: MeshConfig | None = None
     policy: Policy = dataclasses.field(default_factory=lambda: policy_of("best"))
     host_memory: Bytes = 0
     max_batch: Size = 8
@@ -162,6 +168,14 @@ class SystemConfig:
             names = [each.name for each in getattr(self, what)]
             if len(set(names)) < len(names):
                 raise ConfigError(f"{what}: two have the name {max(names, key=names.count)!r}; names must be unique.")
+        if not isinstance(self.mesh, MeshConfig | None):
+            raise ConfigError(f"mesh must be a MeshConfig, such as MeshConfig(data=2), or None; got {self.mesh!r}.")
+        for executor in self.executors:
+            if self.mesh is not None and executor.device is not None:
+                raise ConfigError(
+                    f"executors.{executor.name}.device={executor.device!r}: with a mesh every executor uses all of its "
+                    "devices; remove device, or the mesh."
+                )
         for expert in self.experts:
             if expert.like is not None and expert.like not in {other.name for other in self.experts}:
                 raise ConfigError(f"experts.{expert.name}.like: there is no expert {expert.like!r}.")
@@ -188,6 +202,7 @@ class SystemConfig:
                 executors=tuple(
                     x for place, executor in enumerate(file.executors) for x in _executors(place, executor)
                 ),
+                mesh=None if file.mesh is None else MeshConfig.from_mapping(file.mesh, source="[mesh]"),
                 policy=policy_of(mode or file.mode, **file.policy),
                 host_memory=parse_bytes("host_memory", file.host_memory),
                 max_batch=file.max_batch,

@@ -1,12 +1,13 @@
 """A system of experts before it runs: checkpoints opened, memory reserved, costs measured, programs compiled."""
 
+import functools
 import itertools
 import logging
 import math
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -19,6 +20,7 @@ from jaxinfer.experts.errors import ConfigError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import NOTHING, ExpertKind, kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
+from jaxinfer.experts.execution.place import Place
 from jaxinfer.experts.execution.profiler import Measured, measure
 from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
@@ -67,7 +69,8 @@ class OpenedSystem:
       experts: the experts whose checkpoints opened.
       broken: the errors of the others.
       graph: which expert follows which, and each one's usage.
-      devices: each executor's device.
+      places: each executor's device, or its mesh.
+      host_bytes: the host cache's bytes for each device of the mesh, as schedulers count experts.
       max_waiting: waiting requests beyond which inputs are refused.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
@@ -86,21 +89,23 @@ class OpenedSystem:
         self._configs = {expert.name: expert for expert in config.experts}
         self.broken: dict[str, Exception] = {}
         self.experts: dict[str, OpenedExpert] = {}
-        self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
+        self._programs: dict[tuple[Architecture, Place], ArchitecturePrograms] = {}
         self._managers: list[ExpertManager] = []  # the one of the scheduler that runs, once there is one
         config.graph()  # routes that cannot be are refused before anything is opened
-        self.devices = [_device(executor) for executor in config.executors]
+        self.places = _places(config)
+        self.host_bytes = config.host_memory // len(self.places[0].devices)  # all devices' parts of a copy are there
         map_large_arrays(SMALLEST_MAPPED)
         with showing(progress):
             self._progress = current_progress()  # also for work that begins later
             self._open()
-        all_experts = sum(self._template_of(name).architecture.bytes for name in self._configs)
+        self.graph = config.graph(self._info)
+        all_experts = sum(expert.bytes for expert in self.graph.experts.values())
         kinds = [self._template_of(each.expert).kind for each in config.inputs]
         largest = max(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
         self.max_waiting = config.max_waiting or default_max_waiting(largest)
-        in_memory = self.max_waiting + len(self.devices) * config.max_batch  # those in batches do not wait
-        self._reservation = _reserve(config, self.devices, all_experts, in_memory * largest, self._managers)
-        self.graph = config.graph(self._info)
+        batches = sum(place.lanes * config.max_batch for place in self.places)
+        in_memory = self.max_waiting + batches  # those in batches do not wait
+        self._reservation = _reserve(config, self.places, all_experts, in_memory * largest, self._managers)
         self.check_memory()
 
     @classmethod
@@ -127,7 +132,7 @@ class OpenedSystem:
             profiles,
             self._executors(),
             policy or self.config.policy,
-            host_bytes=self.config.host_memory,
+            host_bytes=self.host_bytes,
             max_waiting=self.max_waiting if may_refuse else None,
         )
 
@@ -136,12 +141,12 @@ class OpenedSystem:
 
         From now on, `budgets` offer the memory of experts that this scheduler could evict.
         """
-        devices = {x.pool.index: device for x, device in zip(scheduler.executors, self.devices, strict=False)}
+        places = {x.pool.index: place for x, place in zip(scheduler.executors, self.places, strict=False)}
         with showing(self._progress):
-            self._compile(scheduler.profiles, self.devices[: len(scheduler.executors)])
-        loader = self._loader([devices[pool.index] for pool in scheduler.manager.pools])
+            self._compile(scheduler.profiles, self.places[: len(scheduler.executors)])
+        loader = self._loader([places[pool.index] for pool in scheduler.manager.pools])
         self._managers[:] = [scheduler.manager]
-        return ExpertRunner(scheduler.executors, self.devices, self.experts, self._programs, loader)
+        return ExpertRunner(scheduler.executors, self.places, self.experts, self._programs, loader)
 
     def check_memory(self, policy: Policy | None = None) -> None:
         """Check that every expert has room somewhere, whatever batches take: before costs are measured.
@@ -152,10 +157,10 @@ class OpenedSystem:
         Raises ConfigError.
         """
         costs = Profile(k=1.0, b=0.0, max_batch=1, load={"disk": 0.0})
-        keys = itertools.product(self.graph.experts.values(), self.devices)
-        profiles = {(expert.architecture, device.platform): costs for expert, device in keys}
+        keys = itertools.product(self.graph.experts.values(), self.places)
+        profiles = {(expert.architecture, place.processor): costs for expert, place in keys}
         policy = policy or self.config.policy
-        ExpertManager(self.graph, profiles, self._executors(), policy, host_bytes=self.config.host_memory)
+        ExpertManager(self.graph, profiles, self._executors(), policy, host_bytes=self.host_bytes)
 
     @property
     def budgets(self) -> dict[str, Budget]:
@@ -179,16 +184,16 @@ class OpenedSystem:
 
     def measure_into(self, measured: dict[tuple[str, str], Measured], *, remeasure: bool = False) -> None:
         """Do what `measured` does, into a dictionary that has what is measured so far after Ctrl-C."""
-        devices = {device.platform: device for device in self.devices}
+        places = {place.processor: place for place in self.places}
         architectures = {expert.architecture for expert in self.experts.values()}
-        pairs = [(architecture, device) for architecture in architectures for device in devices.values()]
-        pairs.sort(key=lambda key: (key[0].name, str(key[1])))
+        pairs = [(architecture, place) for architecture in architectures for place in places.values()]
+        pairs.sort(key=lambda key: (key[0].name, key[1].name))
         with showing(self._progress):
             self.write_files()
             with long_work("measuring architectures", total=len(pairs)) as work:
-                for architecture, device in pairs:
-                    measured[architecture.name, device.platform] = self._measure(
-                        architecture, device, remeasure=remeasure
+                for architecture, place in pairs:
+                    measured[architecture.name, place.processor] = self._measure(
+                        architecture, place, remeasure=remeasure
                     )
                     work.advance()
 
@@ -232,14 +237,14 @@ class OpenedSystem:
 
     # -- parts --
 
-    def _measure(self, architecture: Architecture, device: Any, *, remeasure: bool) -> Measured:
+    def _measure(self, architecture: Architecture, place: Place, *, remeasure: bool) -> Measured:
         """Measure by the first expert that can be loaded."""
-        loader, sharers = self._loader([device]), self.devices.count(device)
+        loader, sharers = self._loader([place]), self.places.count(place)
         try:
             for name in [name for name, expert in self.experts.items() if expert.architecture == architecture]:
                 try:
                     return measure(
-                        self._programs_for(architecture, device),
+                        self._programs_for(architecture, place),
                         loader,
                         0,
                         name,
@@ -254,7 +259,7 @@ class OpenedSystem:
         raise LoadError(f"no expert of architecture {architecture.name} can be loaded.")
 
     def _executors(self) -> list[ExecutorConfig]:
-        return [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
+        return [_executor_config(x, place) for x, place in zip(self.config.executors, self.places, strict=True)]
 
     def _open(self) -> None:
         with long_work("opening experts", total=len(self._configs)) as work:
@@ -271,7 +276,12 @@ class OpenedSystem:
         expert = self._configs[name]
         checkpoint = expert.checkpoint
         folder = resolve(str(checkpoint)) if isinstance(checkpoint, HubName) else checkpoint
-        opened = open_model(folder, dtype=self.config.dtype)
+        try:
+            opened = open_model(folder, mesh=self.places[0].mesh, dtype=self.config.dtype)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # such as a mesh that it does not divide over
+            raise ConfigError(f"expert {name!r}: {error}") from error
         kind = kind_of(opened, size=expert.image_size, tokens=expert.tokens)
         _check_verdicts(name, kind, self.config.rules)
         self._check_inputs(name, kind)
@@ -305,39 +315,39 @@ class OpenedSystem:
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
         """An expert's description for the scheduler."""
-        architecture = self._template_of(expert.name).architecture
+        template = self._template_of(expert.name)
         return ExpertInfo(
             name=expert.name,
-            architecture=architecture.name,
-            bytes=architecture.bytes,
+            architecture=template.architecture.name,
+            bytes=template.opened.bytes_per_device(),
             pinned=expert.pinned and expert.name not in self.broken,
         )
 
-    def _programs_for(self, architecture: Architecture, device: Any) -> ArchitecturePrograms:
-        if (architecture, device) not in self._programs:
-            alone = self.config.policy.one_executor or self.devices.count(device) == 1
-            self._programs[architecture, device] = ArchitecturePrograms(
+    def _programs_for(self, architecture: Architecture, place: Place) -> ArchitecturePrograms:
+        if (architecture, place) not in self._programs:
+            alone = self.config.policy.one_executor or self.places.count(place) == 1
+            self._programs[architecture, place] = ArchitecturePrograms(
                 architecture,
-                device,
+                place,
                 single_threaded=not alone,
                 kernels=self.config.kernels,
                 store=ExecutableStore(),
             )
-        return self._programs[architecture, device]
+        return self._programs[architecture, place]
 
-    def _compile(self, profiles: Profiles, devices: list[Any]) -> None:
+    def _compile(self, profiles: Profiles, places: list[Place]) -> None:
         architectures = {expert.architecture for expert in self.experts.values()}
-        used = [(architecture, device) for architecture in architectures for device in set(devices)]
+        used = [(architecture, place) for architecture in architectures for place in set(places)]
         with long_work("compiling architectures", total=len(used)) as work:
-            for architecture, device in sorted(used, key=lambda key: (key[0].name, str(key[1]))):
-                profile = profiles.get((architecture.name, device.platform))
+            for architecture, place in sorted(used, key=lambda key: (key[0].name, key[1].name)):
+                profile = profiles.get((architecture.name, place.processor))
                 if profile is not None:
-                    self._programs_for(architecture, device).compile_ahead(profile.max_batch)
+                    self._programs_for(architecture, place).compile_ahead(profile.max_batch)
                 work.advance()
 
-    def _loader(self, devices: list[Any]) -> ExpertLoader:
-        """A loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""
-        keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
+    def _loader(self, places: list[Place]) -> ExpertLoader:
+        """A loader with a pool at each of these places; it keeps one buffer, as large as the largest expert."""
+        keep = max(file_bytes(opened) for opened in {x.architecture: x.opened for x in self.experts.values()}.values())
         method = weakref.WeakMethod(self._find_to_load)  # weak: a dropped system gives its memory back at once
 
         def find(name: str) -> OpenedExpert:
@@ -345,12 +355,12 @@ class OpenedSystem:
                 raise LoadError("its system is gone.")
             return find_to_load(name)
 
-        return ExpertLoader(find, devices, staging=Staging(keep=keep), preadv=self._preadv)
+        return ExpertLoader(find, places, staging=Staging(keep=keep), preadv=self._preadv)
 
 
 def _reserve(
     config: SystemConfig,
-    devices: Sequence[Any],
+    places: Sequence[Place],
     all_experts: int,
     inputs: int,
     managers: Sequence[ExpertManager],
@@ -358,25 +368,27 @@ def _reserve(
     """Reserve all that could be used of the memory given, on all devices and on the host.
 
     Args:
-      all_experts: bytes of all experts together, which no pool exceeds.
+      all_experts: bytes of all experts together on each device, which no pool exceeds.
       inputs: bytes of the inputs that may be in memory.
       managers: that of the scheduler that runs, once there is one, says which experts could leave.
 
     Raises ConfigError where a device or the host has less memory.
     """
-    reservation, names = Reservation(f"System {config.name}"), defaultdict[Budget, set[str]](set)
-    sizes = Counter[tuple[Budget, str]]()
-    for executor, device in zip(config.executors, devices, strict=True):
-        names[budget_of(device)].add(_device_name(device))
+    reservation, sizes = Reservation(f"System {config.name}"), Counter[tuple[Budget, str]]()
+    for executor, place in zip(config.executors, places, strict=True):
         experts = min(executor.expert_memory, all_experts)
-        sizes += sizes_of([device], {"experts": experts, "activations": executor.activation_memory or 0})
+        sizes += sizes_of(place.devices, {"experts": experts, "activations": executor.activation_memory or 0})
+    devices = defaultdict[Budget, Counter[str]](Counter)  # how many devices of each place have this budget
+    for place in set(places):
+        for device in place.devices:
+            devices[budget_of(device)][place.name] += 1
     offers: dict[tuple[Budget, str], Callable[[], Offer]] = {
-        (budget, "experts"): lambda names=of_budget: managers[0].offer(names) if managers else Offer(0, 0.0)
-        for budget, of_budget in names.items()
+        (budget, "experts"): functools.partial(_offer, managers, counts) for budget, counts in devices.items()
     }
     if config.policy.host_cache:
-        sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts)
-        offers[host_budget(), "host cache"] = lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0)
+        copies = len(places[0].devices)
+        sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts * copies)
+        offers[host_budget(), "host cache"] = functools.partial(_offer_of_host, managers, copies)
     sizes[host_budget(), "inputs that wait"] = inputs
     remedy = (
         "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_waiting"
@@ -386,6 +398,18 @@ def _reserve(
     except BudgetError as error:
         raise ConfigError(str(error)) from error
     return reservation
+
+
+def _offer(managers: Sequence[ExpertManager], devices: Mapping[str, int]) -> Offer:
+    """Offer the unused experts of places with so many devices each; one load restores an expert on all of them."""
+    offers = [(managers[0].offer(name), count) for name, count in devices.items()] if managers else []
+    return Offer(sum(offer.bytes * count for offer, count in offers), sum(offer.seconds for offer, _ in offers))
+
+
+def _offer_of_host(managers: Sequence[ExpertManager], devices: int) -> Offer:
+    """Offer the unused experts of the host cache, whose copies have a part for each of so many devices."""
+    offer = managers[0].offer_of_host() if managers else Offer(0, 0.0)
+    return offer._replace(bytes=offer.bytes * devices)
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
@@ -401,13 +425,23 @@ def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
             )
 
 
-def _device(executor: ExecutorOptions) -> Any:
+def _places(config: SystemConfig) -> list[Place]:
+    """The place of each executor. Raises ConfigError for devices that do not exist here."""
+    if config.mesh is None:
+        return [_place(executor) for executor in config.executors]
+    try:
+        return [Place.on_mesh(config.mesh.build())] * len(config.executors)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _place(executor: ExecutorOptions) -> Place:
     """The device of an executor. Raises ConfigError if it does not exist here."""
     if executor.device is None:
-        return jax.local_devices()[0]
+        return Place((jax.local_devices()[0],))
     platform, _, index = executor.device.partition(":")
     try:
-        return dict(enumerate(jax.local_devices(backend=platform)))[int(index or 0)]
+        return Place((dict(enumerate(jax.local_devices(backend=platform)))[int(index or 0)],))
     except (RuntimeError, ValueError, KeyError) as error:
         here = ", ".join(f"{device.platform}:{device.id}" for device in jax.local_devices())
         raise ConfigError(
@@ -415,15 +449,11 @@ def _device(executor: ExecutorOptions) -> Any:
         ) from error
 
 
-def _device_name(device: Any) -> str:
-    return f"{device.platform}:{device.id}"
-
-
-def _executor_config(executor: ExecutorOptions, device: Any) -> ExecutorConfig:
+def _executor_config(executor: ExecutorOptions, place: Place) -> ExecutorConfig:
     return ExecutorConfig(
         name=executor.name,
-        processor=device.platform,
-        device=_device_name(device),
+        processor=place.processor,
+        device=place.name,
         expert_bytes=executor.expert_memory,
         activation_bytes=executor.activation_memory,
     )

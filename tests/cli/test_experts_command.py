@@ -102,7 +102,8 @@ def test_profile_of_several_architectures_fits():
     )
     measurement = Measured(profile=profile, r_squared=0.98765, workspace={})
     kinds = [Architecture(config, WeightFormat(), (1024, 1024 + count, 3), "uint8") for count in range(5)]
-    system = SimpleNamespace(experts={str(count): SimpleNamespace(architecture=x) for count, x in enumerate(kinds)})
+    experts = {str(count): SimpleNamespace(architecture=kind, bytes=10**9) for count, kind in enumerate(kinds)}
+    system = SimpleNamespace(experts=experts, graph=SimpleNamespace(experts=experts))
     made = tables.profile_tables(system, {(kind.name, "cpu"): measurement for kind in kinds})
     output = shown(*made)
     assert output.split().count("12,346") == output.split().count("123,456") == len(kinds)

@@ -105,6 +105,11 @@ def architecture(folder):
 
 
 @functools.cache
+def expert_bytes(folder):
+    return open_model(folder).bytes_per_device()
+
+
+@functools.cache
 def _model(folder):
     return load_model(folder)
 
@@ -126,7 +131,7 @@ def probabilities(folder, value):
 
 def config(folder, names=CLASSIFIERS, *, slots=2, host=0, executors=1, mode="best", rules=(), **changes):
     """A system of these experts, each with an input of its own name; memory for so many classifiers."""
-    unit = 1 if "memory" in changes else architecture(folder / CLASSIFIERS[0]).bytes
+    unit = 1 if "memory" in changes else expert_bytes(folder / CLASSIFIERS[0])
     policy = changes.pop("policy", {})
     memory, activation = changes.pop("memory", slots * unit), changes.pop("activation", None)
     options = {

@@ -5,6 +5,7 @@ import pytest
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import InputKind, Rule
+from jaxinfer.sharding import MeshConfig
 
 FILE = """
 mode = "paper"
@@ -90,6 +91,22 @@ def test_a_file(tmp_path):
         ),
         ("[32, 48]", "[32]", "length 2"),
         ('checkpoint = "models/resistor"', "", "missing required field `checkpoint`"),
+        (
+            "policy = {",
+            "mesh = {data = 2, tensr = 2}\npolicy = {",
+            r"\[mesh\]: unknown field 'tensr'; known: data, pipeline",
+        ),
+        (
+            "policy = {",
+            "mesh = {data = 0}\npolicy = {",
+            r"\[mesh\]: MeshConfig.data must be an integer >= 1, .*, got 0",
+        ),
+        ("policy = {", "mesh = 4\npolicy = {", r"Expected `object \| null`, got `int` - at `\$.mesh`"),
+        (
+            "policy = {",
+            "mesh = {data = 2}\npolicy = {",
+            "executors.executor-1.device='cpu:0': with a mesh every executor uses all of its devices; remove device",
+        ),
         ("count = 2", "count = 0", "executors: count must be at least 1, got 0"),
         ('expert_memory = "2GB"', 'expert_memory = "2 apples"', "expert_memory must be bytes or a size"),
         ("activation_memory = 1000", 'activation_memory = "x"', "activation_memory must be bytes or a size"),
@@ -99,6 +116,12 @@ def test_errors_name_file_and_field(tmp_path, old, new, message):
     assert old in FILE
     with pytest.raises(ConfigError, match=f"board.toml: .*{message}"):
         read(tmp_path, FILE.replace(old, new, 1))
+
+
+def test_a_mesh(tmp_path):
+    assert read(tmp_path, FILE).mesh is None
+    text = FILE.replace('device = "cpu:0"', "") + "[mesh]\ndata = 2\ntensor = 4\n"
+    assert read(tmp_path, text).mesh == MeshConfig(data=2, tensor=4)
 
 
 def test_no_such_file(tmp_path):

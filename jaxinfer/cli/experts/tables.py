@@ -35,12 +35,12 @@ def _profile_table(opened: OpenedSystem, measured: Mapping[tuple[str, str], Meas
     columns = []
     for (architecture, device), measurement in measured.items():
         profile = measurement.profile
-        members = [expert for expert in opened.experts.values() if expert.architecture.name == architecture]
+        members = [name for name, expert in opened.experts.items() if expert.architecture.name == architecture]
         columns.append(
             (
                 device,
                 str(len(members)),
-                decimal(members[0].architecture.bytes),
+                decimal(opened.graph.experts[members[0]].bytes),
                 _ms(profile.k),
                 _ms(profile.b),
                 f"{measurement.r_squared:.3f}",

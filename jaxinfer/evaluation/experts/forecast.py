@@ -117,7 +117,7 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
             dataclasses.replace(config, expert_bytes=part, activation_bytes=total - part)
             for config, part, total in zip(configs, divided(count), totals, strict=True)
         ]
-        scheduler = Scheduler(opened.graph, profiles, parts, opened.config.policy, host_bytes=opened.config.host_memory)
+        scheduler = Scheduler(opened.graph, profiles, parts, opened.config.policy, host_bytes=opened.host_bytes)
         return _run(scheduler, trace).outcome.throughput
 
     rate = len(trace) / trace[-1].arrival if trace and trace[-1].arrival else math.inf

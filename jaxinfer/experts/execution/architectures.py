@@ -6,20 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramSpec
 from jaxinfer.disk_cache import keys
-from jaxinfer.execution.forward import BatchSize, Forward
+from jaxinfer.execution.forward import BatchSize, Forward, batch_sharding, batch_sizes
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
+from jaxinfer.experts.execution.place import RULES, Place
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.devices import device_name
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding import axes_text
 from jaxinfer.sharding.collectives import use_rules
-from jaxinfer.sizes import powers
 
 PROGRAM = "judge"
 """The program's name in caches and in the record of costs."""
@@ -52,11 +51,6 @@ class Architecture:
         size = "x".join(map(str, self.shape[:2]))
         return f"{kind_of(self.config)}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of the weights."""
-        return sum(leaf.bytes for leaf in canonical_leaves(self.config, self.weights).values())
-
 
 class Judge(BatchSize):
     """A batch of inputs."""
@@ -72,18 +66,18 @@ def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
     def function(leaves: list[jax.Array], inputs: jax.Array) -> Any:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
-        with use_rules(ShardingRules()):
+        with use_rules(RULES):
             return run(merge_model(static.config, static.weights, leaves), inputs)
 
     return function
 
 
 class ArchitecturePrograms:
-    """The executables of an architecture on a device, one per batch size, for all its experts.
+    """The executables of an architecture at a place, one per batch size, for all its experts.
 
     Args:
       architecture: the architecture.
-      device: the device they run on.
+      place: the devices they run on.
       single_threaded: whether programs on a CPU keep to one thread, because others run at the same time.
       kernels: whether operations may run as kernels.
       store: keeps executables between processes; None: nothing does.
@@ -96,27 +90,29 @@ class ArchitecturePrograms:
     def __init__(
         self,
         architecture: Architecture,
-        device: Any,
+        place: Place,
         *,
         single_threaded: bool,
         kernels: bool = True,
         store: ExecutableStore | None = None,
     ):
-        self.architecture, self.device = architecture, device
-        self.sharding = SingleDeviceSharding(device)
+        self.architecture, self.place = architecture, place
         self._options: dict[str, str | bool | int] = (
-            {"xla_cpu_multi_thread_eigen": False} if single_threaded and device.platform == "cpu" else {}
+            {"xla_cpu_multi_thread_eigen": False} if single_threaded and place.platform == "cpu" else {}
         )
         self.kernels = kernels
-        self.forward = Forward(self._spec(), max_batch=1, kernels=kernels, store=store)
+        self.forward = Forward(
+            self._spec(), max_batch=1, mesh=place.mesh, lanes=place.lanes, kernels=kernels, store=store
+        )
 
     def _spec(self) -> ProgramSpec[Judge, Iterable[int]]:
         shapes = canonical_leaves(self.architecture.config, self.architecture.weights).values()
-        leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype), sharding=self.sharding) for x in shapes]
+        leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype), sharding=self.place.sharding(x)) for x in shapes]
+        divided = batch_sharding(self.place.mesh, RULES)
 
         def arguments(sizes: Judge) -> tuple[Any, ...]:
             shape, dtype = (sizes.batch, *self.architecture.shape), np.dtype(self.architecture.dtype)
-            return leaves, jax.ShapeDtypeStruct(shape, dtype)
+            return leaves, jax.ShapeDtypeStruct(shape, dtype, sharding=divided)
 
         return ProgramSpec(
             sizes=Judge,
@@ -124,12 +120,13 @@ class ArchitecturePrograms:
             static=self.architecture,
             arguments=arguments,
             reachable=lambda sizes: (Judge(batch=size) for size in sizes),
+            out_shardings=lambda sizes: divided,
             compiler_options=lambda sizes: self._options,
         )
 
     def compile_ahead(self, max_batch: int) -> None:
-        """Compile for batches up to this size."""
-        self.forward.sizes = powers(2, 1, max_batch)
+        """Compile for batches up to this size, whole ones in each lane."""
+        self.forward.sizes = batch_sizes(-(-max_batch // self.place.lanes), self.place.lanes)
         self.forward.cache.compile_ahead(self.forward.sizes)
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
@@ -137,18 +134,20 @@ class ArchitecturePrograms:
         return self.forward.run((list(leaves),), inputs)
 
 
-def open_costs(architecture: Architecture, device: Any, *, sharers: int, disk: str, kernels: bool = True) -> Costs:
-    """Open the record of an architecture's costs on a device, which is kept on disk.
+def open_costs(architecture: Architecture, place: Place, *, sharers: int, disk: str, kernels: bool = True) -> Costs:
+    """Open the record of an architecture's costs at a place, which is kept on disk.
 
     Args:
-      sharers: number of executors that share the device and slow one another.
+      sharers: number of executors that share the place and slow one another.
       disk: the disk that the experts are on.
       kernels: whether operations may run as kernels.
     """
     key = {"architecture": str(architecture), "executors": str(sharers), "disk": disk}
     if not kernels:
         key["kernels"] = "False"
-    return Costs.open(device=device_name(device), model=key)
+    if place.mesh is not None:
+        key["mesh"] = axes_text(place.mesh)
+    return Costs.open(device=device_name(place.devices[0]), model=key)
 
 
 def cost_of(costs: Costs, batch: int) -> Cost | None:

@@ -7,6 +7,7 @@ most of the 0.4 to 1.1 s that the paper measured for 178 MB (decision 0015).
 
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import threading
@@ -16,7 +17,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.host_memory import aligned
@@ -26,9 +26,9 @@ from jaxinfer.execution.forward import is_out_of_memory
 from jaxinfer.experts.errors import InsufficientMemoryError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import ExpertKind
+from jaxinfer.experts.execution.place import Place
 from jaxinfer.experts.scheduling.request import Eviction, Load
 from jaxinfer.models.files.loading import OpenedModel
-from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.streaming.layer_folders import layer_folder, open_layer_files, write_layer_files
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,13 @@ def _base(opened: OpenedModel) -> pathlib.Path:
     return cache_folder() / "experts"
 
 
-def file_bytes(architecture: Architecture) -> int:
-    """The bytes of an expert's file and of its read buffer: each leaf begins at a multiple of `ALIGNMENT`."""
-    shapes = canonical_leaves(architecture.config, architecture.weights).values()
-    return sum(aligned(leaf.bytes) for leaf in shapes)
+def file_bytes(opened: OpenedModel) -> int:
+    """The bytes of an expert's file and of its read buffer: each part of a leaf begins at a multiple of `ALIGNMENT`."""
+    total = 0
+    for leaf in opened.shapes.values():
+        parts = math.prod(leaf.shape) // math.prod(opened.sharding(leaf).shard_shape(leaf.shape))
+        total += parts * aligned(leaf.bytes // parts)
+    return total
 
 
 type _HostCopy = Future[list[jax.Array] | None]
@@ -82,7 +85,7 @@ class ExpertLoader:
 
     Args:
       find: returns the expert of a name; raises LoadError if it cannot be opened.
-      devices: each pool's device, by its index.
+      places: each pool's devices, by its index.
       staging: the read buffers and the threads that read; closed by the loader.
       preadv: reads from files; benchmarks pass a slower one.
     """
@@ -90,14 +93,14 @@ class ExpertLoader:
     def __init__(
         self,
         find: Callable[[str], OpenedExpert],
-        devices: Sequence[Any],
+        places: Sequence[Place],
         *,
         staging: Staging,
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
     ):
-        self._find, self._devices, self._preadv = find, devices, preadv
+        self._find, self._places, self._preadv = find, places, preadv
         self._staging = staging
-        self._stores: dict[tuple[str, Any], DiskStore] = {}
+        self._stores: dict[tuple[str, Place], DiskStore] = {}
         self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
         self._host: dict[str, _HostCopy] = {}
         self._left: dict[int, Future[None]] = {}  # per pool: done when its latest evictions are
@@ -194,19 +197,19 @@ class ExpertLoader:
             raise
 
     def _fetch(self, load: Load, source: _HostCopy | None) -> "Fetch | _Copy":
-        device = self._devices[load.pool]
+        place = self._places[load.pool]
         if load.source is not None:
-            return _Copy(self.leaves(load.source, load.expert), device)
+            return _Copy(place.copy(self.leaves(load.source, load.expert)))
         if source is not None and (copies := source.result()) is not None:
             try:
-                return _Copy(copies, device)
+                return _Copy(place.copy(copies))
             finally:
                 _delete(copies)
-        return self._read(load.expert, device)
+        return self._read(load.expert, place)
 
-    def _read(self, name: str, device: Any) -> Fetch:
+    def _read(self, name: str, place: Place) -> Fetch:
         try:
-            store = self._store(name, device)
+            store = self._store(name, place)
             fetch = store.start(0)
             try:
                 fetch.place()
@@ -215,27 +218,26 @@ class ExpertLoader:
                 fetch.release()
                 raise
         except CheckpointError as error:
-            self._stores.pop((name, device), None)  # open it again on the next attempt
+            self._stores.pop((name, place), None)  # open it again on the next attempt
             raise LoadError(str(error)) from error
         return fetch
 
-    def _store(self, name: str, device: Any) -> DiskStore:
-        if (store := self._stores.get((name, device))) is not None:
+    def _store(self, name: str, place: Place) -> DiskStore:
+        if (store := self._stores.get((name, place))) is not None:
             return store
         opened = self._find(name).opened
         files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
-        shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
-        store = DiskStore(files, {0: shardings}, aliases=device.platform == "cpu", staging=self._staging)
-        self._stores[name, device] = store
+        shardings = [place.sharding(leaf) for leaf in opened.shapes.values()]
+        store = DiskStore(files, {0: shardings}, aliases=place.platform == "cpu", staging=self._staging)
+        self._stores[name, place] = store
         return store
 
 
 class _Copy:
-    """An expert copied from the host's memory or from another pool, even one on the same device."""
+    """An expert copied from the host's memory or from another pool, even one on the same devices."""
 
-    def __init__(self, leaves: list[jax.Array], device: Any):
-        shardings = [SingleDeviceSharding(device)] * len(leaves)
-        self._leaves = jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
+    def __init__(self, leaves: list[jax.Array]):
+        self._leaves = leaves
 
     def settle(self) -> list[jax.Array]:
         return self._leaves

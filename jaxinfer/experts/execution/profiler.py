@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.compiled import Costs
+from jaxinfer.execution.forward import batch_sizes
 from jaxinfer.experts.errors import ProfileError
 from jaxinfer.experts.execution.architectures import (
     PROGRAM,
@@ -20,7 +21,6 @@ from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
 from jaxinfer.experts.scheduling.request import Eviction, Load
 from jaxinfer.progress import LongWork, long_work
-from jaxinfer.sizes import powers
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ EVICT = "evict"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of an architecture on a device.
+    """The measurements of an architecture at a place.
 
     Attributes:
       r_squared: fit of the line through the latencies; 0: not a line.
-      workspace: a batch's bytes by its size.
+      workspace: a batch's bytes of each device by its size.
     """
 
     profile: Profile
@@ -55,40 +55,41 @@ def measure(
     sharers: int = 1,
     remeasure: bool = False,
 ) -> Measured:
-    """Read an architecture's profile on a device from the record of costs, and measure missing parts.
+    """Read an architecture's profile at a place from the record of costs, and measure missing parts.
 
     Args:
-      programs: the architecture's programs on the device.
+      programs: the architecture's programs at the place.
       loader: loads the expert.
-      pool: an empty pool on the device.
+      pool: an empty pool at the place.
       expert: an expert of the architecture.
-      max_batch: the largest batch to measure.
-      sharers: number of executors that share the device; all run while one is measured.
+      max_batch: inputs of the largest batch to measure in each lane.
+      sharers: number of executors that share the place; all run while one is measured.
       remeasure: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
     costs = open_costs(
-        programs.architecture, programs.device, sharers=sharers, disk=loader.disk(expert), kernels=programs.kernels
+        programs.architecture, programs.place, sharers=sharers, disk=loader.disk(expert), kernels=programs.kernels
     )
-    sizes = powers(2, 1, max(2, max_batch))
+    lanes = programs.place.lanes
+    sizes, largest = batch_sizes(max(2, max_batch), lanes), lanes * max_batch
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
     if remeasure or not known:
         _run(programs, loader, pool, expert, costs, sharers=sharers)
     for _ in range(ATTEMPTS - 1):
-        if _fit(costs, sizes, max_batch).r_squared >= MIN_R_SQUARED:
+        if _fit(costs, sizes, largest).r_squared >= MIN_R_SQUARED:
             break
         _run(programs, loader, pool, expert, costs, sharers=sharers)
-    latency, k, b, r_squared = dataclasses.astuple(_fit(costs, sizes, max_batch))
+    latency, k, b, r_squared = dataclasses.astuple(_fit(costs, sizes, largest))
     if r_squared < MIN_R_SQUARED:
         log.warning(
             "the latency of %s is no line over batch sizes, so that K is taken from the largest batch; measure again "
             "on a quiet machine: jaxinfer experts profile --remeasure",
             programs.architecture.name,
         )
-    best = max(size for size in latency if size <= max_batch)
+    best = max(size for size in latency if size <= largest)
     workspace = {size: programs.forward.workspace_bytes(size) for size in sizes}
-    one_more = (workspace[sizes[-1]] - workspace[1]) // (sizes[-1] - 1)
+    one_more = (workspace[sizes[-1]] - workspace[sizes[0]]) // (sizes[-1] - sizes[0])
     profile = Profile(
         k=k,
         b=b,
@@ -111,20 +112,20 @@ class _Fit:
     r_squared: float
 
 
-def _fit(costs: Costs, sizes: Sequence[int], max_batch: int) -> _Fit:
+def _fit(costs: Costs, sizes: Sequence[int], largest: int) -> _Fit:
     """Fit a line through the latencies of the batch sizes worth making, at least two.
 
     Where they are no line (small models, whose batches cost as much as one input), K is a request's part of the largest
-    batch, B the rest of a single request's latency, and R^2 is 0.
+    batch, B the rest of the smallest batch's latency, and R^2 is 0.
     """
     known = {size: cost.p50 for size in sizes if (cost := cost_of(costs, size))}
-    best = choose_max_batch({size: seconds for size, seconds in known.items() if size <= max_batch})
-    latency = {size: seconds for size, seconds in known.items() if size <= max(best, 2)}
+    best = choose_max_batch({size: seconds for size, seconds in known.items() if size <= largest})
+    latency = {size: seconds for size, seconds in known.items() if size <= max(best, sizes[1])}
     try:
         k, b, r_squared = fit_latency(latency)
     except ProfileError:
         k, r_squared = latency[max(latency)] / max(latency), 0.0
-        b = max(latency[1] - k, 0.0)
+        b = max(latency[sizes[0]] - k * sizes[0], 0.0)
     return _Fit(latency=latency, k=k, b=b, r_squared=r_squared)
 
 

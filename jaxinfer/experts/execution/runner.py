@@ -1,13 +1,13 @@
 """Running batches of inputs on their experts' programs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert
+from jaxinfer.experts.execution.place import Place
 from jaxinfer.experts.scheduling.executor_state import ExecutorState
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Load
 
@@ -17,30 +17,30 @@ class ExpertRunner:
 
     Args:
       executors: the scheduler's executors.
-      devices: the device of each.
+      places: the devices of each.
       experts: the experts by name.
-      programs: the programs by architecture and device.
+      programs: the programs by architecture and place.
       loader: holds the weights of the experts in each pool.
     """
 
     def __init__(
         self,
         executors: Sequence[ExecutorState],
-        devices: Sequence[Any],
+        places: Sequence[Place],
         experts: Mapping[str, OpenedExpert],
-        programs: Mapping[tuple[Architecture, Any], ArchitecturePrograms],
+        programs: Mapping[tuple[Architecture, Place], ArchitecturePrograms],
         loader: ExpertLoader,
     ):
         self.loader = loader
-        self._executors, self._devices, self._experts, self._programs = executors, devices, experts, programs
+        self._executors, self._places, self._experts, self._programs = executors, places, experts, programs
 
     def judge(self, batch: Batch, values: Sequence[np.ndarray | None]) -> list[Judgement]:
         """The answers of a batch; a value of None is judged as zeros."""
-        expert, device = self._experts[batch.expert], self._devices[batch.executor]
+        expert, place = self._experts[batch.expert], self._places[batch.executor]
         kind = expert.kind
         inputs = [np.zeros(kind.shape, kind.dtype) if value is None else value for value in values]
         leaves = self.loader.leaves(self._executors[batch.executor].pool.index, batch.expert)
-        outputs = self._programs[expert.architecture, device].run(leaves, inputs)
+        outputs = self._programs[expert.architecture, place].run(leaves, inputs)
         return list(kind.judge(outputs, len(inputs)))
 
     def run_now(self, action: Action) -> Sequence[Judgement]:

@@ -18,10 +18,10 @@ class ExecutorConfig:
 
     Attributes:
       name: a name for people.
-      processor: its processor as profiles name it: "gpu", "cpu".
-      device: its device; executors on the same device can share a pool.
-      expert_bytes: bytes of its pool.
-      activation_bytes: bytes for a batch on top of that; None: limited by the profile's `max_batch` alone.
+      processor: its processor as profiles name it: "gpu", "cpu", with the axes of a mesh "gpu data=2".
+      device: its device or mesh; executors on the same one can share a pool.
+      expert_bytes: bytes of its pool on each device.
+      activation_bytes: bytes of each device for a batch on top; None: limited by the profile's `max_batch` alone.
     """
 
     name: str
@@ -34,6 +34,11 @@ class ExecutorConfig:
         for name in ("expert_bytes", "activation_bytes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"executor {self.name!r}: {name} must be at least 1, got {value}.")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its pool is in the host's memory."""
+        return self.processor.split()[0] == "cpu"
 
 
 @dataclasses.dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxinfer.experts.errors import ConfigError, ProfileError
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
@@ -203,7 +203,7 @@ class ExpertManager:
             if name in self._host and name not in self._taken:
                 return "host", None
             for executor in self.executors:
-                if executor.pool is pool or not executor.alive or executor.config.processor != "cpu":
+                if executor.pool is pool or not executor.alive or not executor.config.on_host:
                     continue
                 if executor.pool.is_ready(name):
                     return "host", executor.pool.index
@@ -271,9 +271,12 @@ class ExpertManager:
 
     # -- memory offered to others --
 
-    def offer(self, devices: Collection[str]) -> Offer:
-        """Offer the memory of unused experts on these devices, at the seconds of loading them again."""
-        users = {x.pool.index: x for x in self.executors if x.config.device in devices}
+    def offer(self, device: str) -> Offer:
+        """Offer the memory of unused experts on a device, at the seconds of loading them again.
+
+        device: as executors' configs name it; of a mesh the offer is that of each device.
+        """
+        users = {x.pool.index: x for x in self.executors if x.config.device == device}
         unused = [(executor, name) for executor in users.values() for name in executor.pool.unused]
         seconds = (self.profile(x, name).load_seconds(self.tier(name, x.pool)[0]) for x, name in unused)
         return Offer(sum(self.graph.experts[name].bytes for _, name in unused), sum(seconds))

@@ -21,7 +21,7 @@ class ExpertInfo:
     Attributes:
       name: its unique name.
       architecture: its architecture; experts of one architecture cost the same (paper section 4.5).
-      bytes: bytes of its weights on a device.
+      bytes: bytes of its weights on a device, or on each one of a mesh.
       pinned: whether it stays once it is loaded.
     """
 

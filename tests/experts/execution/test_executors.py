@@ -23,7 +23,7 @@ from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import quarantine
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
-from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
+from tests.experts.boards import CLASSIFIERS, COSTS, expert_bytes, image, probabilities
 
 SECONDS = 20
 
@@ -268,7 +268,7 @@ def test_a_load_that_finds_no_memory_is_tried_again(board, start, monkeypatch):
     assert count[0] >= 2
     assert system.stats().failed == 0
     assert system.scheduler.manager.limited
-    assert system.scheduler.manager.pools[0].budget < 3 * architecture(board / "c0").bytes
+    assert system.scheduler.manager.pools[0].budget < 3 * expert_bytes(board / "c0")
 
 
 def test_a_device_with_less_memory_than_was_given_at_the_start(board, start, monkeypatch):

@@ -14,9 +14,11 @@ from jaxinfer.experts.errors import LoadError
 from jaxinfer.experts.execution import loader as loader_module
 from jaxinfer.experts.execution.kinds import kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
+from jaxinfer.experts.execution.place import Place
 from jaxinfer.experts.scheduling.request import Eviction, Load
 from jaxinfer.models.files.loading import open_model
-from tests.experts.boards import CLASSIFIERS, architecture
+from jaxinfer.sharding import MeshConfig
+from tests.experts.boards import CLASSIFIERS
 
 CPU = jax.devices("cpu")[0]
 
@@ -25,16 +27,17 @@ def poison(buffer):
     buffer.fill(255)
 
 
-def find_in(folder):
+def find_in(folder, mesh=None):
     def find(name):
-        opened = open_model(folder / name)
+        opened = open_model(folder / name, mesh=mesh)
         return OpenedExpert(name=name, opened=opened, kind=kind_of(opened))
 
     return find
 
 
 def make(folder, devices=(CPU,), keep=0, **options):
-    return ExpertLoader(find_in(folder), devices, staging=Staging(keep=keep, on_release=poison), **options)
+    places = [Place((device,)) for device in devices]
+    return ExpertLoader(find_in(folder), places, staging=Staging(keep=keep, on_release=poison), **options)
 
 
 def load(loader, name, pool=0, tier="disk", source=None, evictions=(), dropped=()):
@@ -83,7 +86,7 @@ def test_one_read_and_one_transfer(board, is_right, monkeypatch):
 def test_a_buffer_serves_the_next_expert(board, monkeypatch):
     made, aligned_buffer = [], stores.aligned_buffer
     monkeypatch.setattr(stores, "aligned_buffer", lambda size: made.append(size) or aligned_buffer(size))
-    size = file_bytes(architecture(board / "c0"))
+    size = file_bytes(open_model(board / "c0"))
     loader = make(board, keep=size)
     load(loader, "c0")
     for before, name in zip("0123", "1234", strict=True):
@@ -120,6 +123,30 @@ def test_a_copy_of_another_pools_expert_is_its_own(board, is_right):
     assert is_right(loader, "c0", pool=2)
     assert loader.leaves(2, "c0")[0].devices() == {jax.devices("cpu")[1]}
     loader.close()
+
+
+def test_on_a_mesh_parts_of_an_expert_come_to_their_devices(board):
+    mesh = MeshConfig(data=2, tensor=2).build()
+    opened = open_model(board / "v0", mesh=mesh)
+    wanted = list(opened.read().values())
+    staging = Staging(keep=1 << 20, on_release=poison)
+    loader = ExpertLoader(find_in(board, mesh), [Place.on_mesh(mesh)] * 2, staging=staging)
+
+    def check(pool):
+        for leaf, right in zip(loader.leaves(pool, "v0"), wanted, strict=True):
+            assert leaf.sharding == right.sharding
+            np.testing.assert_array_equal(leaf, right)
+
+    load(loader, "v0")
+    check(0)
+    load(loader, "v0", pool=1, tier="host", source=0)
+    load(loader, "e0", evictions=[("v0", True)])
+    check(1)
+    load(loader, "v0", tier="host", evictions=[("e0", False)])
+    check(0)
+    loader.close()
+    file = write_expert(opened) / "layer-00000.bin"
+    assert file.stat().st_size == file_bytes(opened) > file_bytes(open_model(board / "v0"))
 
 
 def test_a_load_from_the_host_waits_for_the_copy(board, is_right):
