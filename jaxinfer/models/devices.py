@@ -76,21 +76,27 @@ def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
     return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
-_collectives = threading.Lock()
+_launching = threading.Lock()
+
+
+def is_divided(mesh: Mesh | None) -> bool:
+    """Return whether programs run on several devices."""
+    return mesh is not None and mesh.size > 1
 
 
 def can_overlap(mesh: Mesh | None) -> bool:
     """Return whether a program may be sent while another one runs."""
     # Virtual devices on a CPU deadlock when the collectives of two programs are in flight.
-    return mesh is None or mesh.size == 1 or devices_of(mesh)[0].platform != "cpu"
+    return not is_divided(mesh) or devices_of(mesh)[0].platform != "cpu"
 
 
 def run_on[Result](mesh: Mesh | None, program: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a program, from any thread; wait for its results, and for its turn, where two must not run at once."""
-    if can_overlap(mesh):
+    """Call a program, from any thread. Wait for its turn and its results where two must not run at once."""
+    if not is_divided(mesh):
         return program(*arguments)
-    with _collectives:
-        return jax.block_until_ready(program(*arguments))
+    with _launching:  # programs must begin in the same order on all devices, or their collectives wait for ever
+        result = program(*arguments)
+        return result if can_overlap(mesh) else jax.block_until_ready(result)
 
 
 def host_device() -> Any:

@@ -9,7 +9,7 @@ from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, Program
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.stats import ExecutorReport
-from jaxinfer.models.devices import can_overlap, run_on
+from jaxinfer.models.devices import can_overlap, is_divided, run_on
 from jaxinfer.models.files.loading import LoadedModel
 
 
@@ -28,7 +28,7 @@ class DevicePrograms[Buckets]:
 
     def __init__(self, model: LoadedModel, config: SharedConfig, specs: Iterable[ProgramSpec[Any, Buckets]]):
         self.overlap = can_overlap(model.mesh)
-        self._mesh, self._store = model.mesh, ExecutableStore()
+        self._mesh, self._is_divided, self._store = model.mesh, is_divided(model.mesh), ExecutableStore()
         self.cache = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self._store)
 
     def compile(self, spec: ProgramSpec[Any, Any], sizes: Sizes) -> Any:
@@ -38,7 +38,7 @@ class DevicePrograms[Buckets]:
     def run(self, sizes: Sizes, *arguments: Any) -> Any:
         """Call the program of these sizes; blocks until it is done on platforms where two must not run at once."""
         program = self.cache.get(sizes)
-        return program(*arguments) if self.overlap else run_on(self._mesh, program, *arguments)
+        return run_on(self._mesh, program, *arguments) if self._is_divided else program(*arguments)
 
 
 class Passes(Protocol):
