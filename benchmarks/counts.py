@@ -8,10 +8,12 @@ Prints the counts of this checkout, or of others next to one another. `tests/tes
 import ast
 import collections
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple, Self
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ("jaxinfer", "sharding", "checkpoints", "pallas_kernels")
 LONG_FUNCTION = 70
 LARGE_CLASS = 400
 
@@ -26,11 +28,14 @@ FORWARD = (
 )
 """The files by which batches go through stateless models."""
 
-FRONTS = {
-    "jaxinfer/generation/api/async_llm.py": "AsyncLLM",
-    "jaxinfer/experts/system.py": "System",
-    "jaxinfer/elastic/service.py": "Service",
-}
+FRONTS = (
+    "jaxinfer/generation/api/async_llm.py",
+    "jaxinfer/generation/api/holder.py",
+    "jaxinfer/experts/system.py",
+    "jaxinfer/elastic/service.py",
+    "jaxinfer/serving/served.py",
+)
+"""The files of services."""
 VERBS = {"submit", "make_query", "query", "judge", "run", "classify", "generate", "chat", "embed"}
 VERBS |= {"stats", "statistics", "num_requests", "waiting"}
 """Public names by which services are asked and counted."""
@@ -38,26 +43,58 @@ VERBS |= {"stats", "statistics", "num_requests", "waiting"}
 
 def count(root: Path = ROOT) -> dict[str, int]:
     """Count a checkout's code, by the name of each count."""
-    sources = {path: path.read_text() for path in _files(root, "jaxinfer", "sharding", "checkpoints", "pallas_kernels")}
-    trees = {path: ast.parse(text) for path, text in sources.items()}
-    others = {path: ast.parse(path.read_text()) for path in _files(root, "benchmarks", "examples")}
-    ours = {path: tree for path, tree in trees.items() if "jaxinfer" in path.relative_to(root).parts}
-    lines = {file: len(sources.get(root / file, "").splitlines()) for file in FORWARD}
+    package = [
+        Module.read(root, path) for path in _files(root, "jaxinfer", "sharding", "checkpoints", "pallas_kernels")
+    ]
+    others = [Module.read(root, path) for path in _files(root, "benchmarks", "examples")]
+    rooms = [module for module in package if module.name.startswith("jaxinfer/")]
+    functions = [node for module in package + others for node in module.functions]
+    classes = [node for module in package + others for node in module.classes]
     return {
-        f"functions of {LONG_FUNCTION} lines or more": _long(trees | others, ast.FunctionDef, LONG_FUNCTION),
-        f"classes of {LARGE_CLASS} lines or more": _long(trees | others, ast.ClassDef, LARGE_CLASS),
-        "names of several classes": sum(len(files) > 1 for files in _classes(ours).values()),
+        f"functions of {LONG_FUNCTION} lines or more": sum(_num_lines(node) >= LONG_FUNCTION for node in functions),
+        f"classes of {LARGE_CLASS} lines or more": sum(_num_lines(node) >= LARGE_CLASS for node in classes),
+        "names of several classes": _shared_names(rooms),
         "imports of generation in experts and elastic": sum(
             name.startswith("jaxinfer.generation")
-            for path, tree in ours.items()
-            if path.relative_to(root).parts[1] in ("experts", "elastic")
-            for name in _imports(tree)
+            for module in rooms
+            if module.name.split("/")[1] in ("experts", "elastic")
+            for name in module.imports
         ),
-        "calls of Costs.open": sum(text.count("Costs.open(") for text in sources.values()),
-        "names by which services are asked and counted": len(_verbs(root, trees)),
-        "lines of what runs stateless batches": sum(lines.values()),
-        "lines of Service": max(_sizes(trees, "Service"), default=0),
+        "calls of Costs.open": sum(module.text.count("Costs.open(") for module in package),
+        "names by which services are asked and counted": len(
+            VERBS & {node.name for module in rooms if module.name in FRONTS for node in module.functions}
+        ),
+        "lines of what runs stateless batches": sum(
+            len(module.text.splitlines()) for module in rooms if module.name in FORWARD
+        ),
+        "lines of Service": max((_num_lines(node) for node in classes if node.name == "Service"), default=0),
     }
+
+
+class Module(NamedTuple):
+    """A file: its name in the checkout, and what it has."""
+
+    name: str
+    text: str
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef]
+    classes: list[ast.ClassDef]
+    imports: list[str]
+
+    @classmethod
+    def read(cls, root: Path, path: Path) -> Self:
+        """Parse a file."""
+        module = cls(path.relative_to(root).as_posix(), path.read_text(), [], [], [])
+        for node in ast.walk(ast.parse(module.text)):
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    module.functions.append(node)
+                case ast.ClassDef():
+                    module.classes.append(node)
+                case ast.ImportFrom(module=str(name)):
+                    module.imports.append(name)
+                case ast.Import():
+                    module.imports.extend(alias.name for alias in node.names)
+        return module
 
 
 def _files(root: Path, *folders: str) -> Iterator[Path]:
@@ -68,44 +105,14 @@ def _files(root: Path, *folders: str) -> Iterator[Path]:
                 yield path
 
 
-def _long(trees: dict[Path, ast.Module], kind: type[ast.FunctionDef | ast.ClassDef], least: int) -> int:
-    return sum(
-        isinstance(node, kind) and _num_lines(node) >= least for tree in trees.values() for node in ast.walk(tree)
-    )
-
-
-def _num_lines(node: ast.FunctionDef | ast.ClassDef) -> int:
+def _num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def _classes(trees: dict[Path, ast.Module]) -> dict[str, set[Path]]:
-    """The files of each class name. Kernels are left out: each has its own plan, inputs and scratch memory."""
-    files: dict[str, set[Path]] = collections.defaultdict(set)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                files[node.name].add(path)
-    return files
-
-
-def _sizes(trees: dict[Path, ast.Module], name: str) -> list[int]:
-    nodes = (node for tree in trees.values() for node in ast.walk(tree))
-    return [_num_lines(node) for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-def _verbs(root: Path, trees: dict[Path, ast.Module]) -> set[str]:
-    """The names of `VERBS` that services have, inherited ones included."""
-    files = [*FRONTS, "jaxinfer/serving/served.py", "jaxinfer/generation/api/holder.py"]
-    functions = (node for file in files if root / file in trees for node in ast.walk(trees[root / file]))
-    return {f.name for f in functions if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)} & VERBS
+def _shared_names(modules: Sequence[Module]) -> int:
+    """How many names classes of several files share. Kernels are left out: each has its own plan and inputs."""
+    files = collections.Counter(name for module in modules for name in {node.name for node in module.classes})
+    return sum(count > 1 for count in files.values())
 
 
 def main(folders: list[str], show: Callable[[str], None] = print) -> None:
