@@ -1,12 +1,13 @@
 """Compares the programs that two checkouts compile, for changes that should change no number.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.hlo ../before              # StableHLO, some minutes
-    python -m benchmarks.hlo ../before --optimised  # and what XLA makes of it, half an hour
+    python -m benchmarks.hlo ../before                           # StableHLO, some minutes
+    python -m benchmarks.hlo ../before --optimised --only demo   # and what XLA makes of it, longer
 
 Each checkout writes its programs in its own process. They are those of the demo models on one device, streamed, in two
 lanes, split over two devices and in two stages of a pipeline; of the demo model with every kind of block; and of an
-encoder. Shapes suffice, so no weights are read and nothing runs. Kernels for CPUs are left out.
+encoder. Shapes suffice, so no weights are read and nothing runs. Kernels for CPUs are left out. `--only` takes those
+whose names contain a text.
 
 Names, source locations and the places of constants do not count. For each program it prints "identical", "reordered"
 (the same operations in another order) or how many lines differ, and the first of these. The exit status is 1 if a
@@ -16,6 +17,7 @@ program has other operations, or is in one checkout only. Both checkouts must ha
 import argparse
 import dataclasses
 import difflib
+import itertools
 import os
 import re
 import subprocess
@@ -57,12 +59,14 @@ class Case(NamedTuple):
     mesh: "Mesh | None" = None
 
 
-def worker(folder: Path, optimised: bool) -> None:
-    """Write the programs of the checkout that is imported, a file for each."""
+def worker(folder: Path, only: str, *, optimised: bool) -> None:
+    """Write the programs of the checkout that is imported whose names contain a text, a file for each."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    for case in [*decoder_cases(), *encoder_cases()]:
+    for case in itertools.chain(decoder_cases(), encoder_cases()):
+        if only not in case.name:
+            continue
         lowered = case.spec.lower(case.sizes, case.mesh)
         (folder / f"{case.name}.stablehlo").write_text(lowered.as_text())
         if optimised:
@@ -258,11 +262,10 @@ def compare(old: str, new: str) -> tuple[str, list[str]]:
     return f"{len(changed)} of {len(after)} lines differ", [line[:160] for line in changed[:SHOWN]]
 
 
-def write_programs(checkout: Path, folder: Path, *, optimised: bool) -> None:
+def write_programs(checkout: Path, folder: Path, *options: str) -> None:
     """Have a checkout write its programs into a new folder."""
     folder.mkdir()
-    flags = ["--optimised"] if optimised else []
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(folder), "--worker", *flags]
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(folder), "--worker", *options]
     environment = os.environ | {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu"}
     subprocess.run(command, cwd=checkout, env=environment, check=True)
 
@@ -272,16 +275,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, metavar="OLD_CHECKOUT")
     parser.add_argument("--optimised", action="store_true", help="compare XLA's optimised HLO, too")
+    parser.add_argument("--only", default="", metavar="TEXT", help="compare programs whose names contain it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        worker(given.old, given.optimised)
+        worker(given.old, given.only, optimised=given.optimised)
         return 0
     others = 0
     with tempfile.TemporaryDirectory(prefix="jaxinfer-hlo-") as folder:
         old, new = Path(folder, "old"), Path(folder, "new")
         for checkout, written in ((given.old.resolve(), old), (HERE, new)):
-            write_programs(checkout, written, optimised=given.optimised)
+            write_programs(checkout, written, "--only", given.only, *["--optimised"] * given.optimised)
         for name in sorted({file.name for written in (old, new) for file in written.iterdir()}):
             here = [written for written in (old, new) if (written / name).exists()]
             if len(here) == 1:
