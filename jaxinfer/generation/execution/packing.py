@@ -15,9 +15,10 @@ from jaxinfer.generation.execution.programs.admit import Admit
 from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.embed import EncoderSizes
 from jaxinfer.generation.execution.programs.passes import Pass
+from jaxinfer.generation.execution.programs.pipeline import RingSchedule
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
-from jaxinfer.generation.execution.programs.ring import RingSchedule, decode_sizes, prefill_sizes
+from jaxinfer.generation.execution.programs.ring import decode_sizes, prefill_sizes
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
 from jaxinfer.sharding.schedules import queued_stride

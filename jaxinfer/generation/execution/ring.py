@@ -11,7 +11,7 @@ from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder import PassResult
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.packing import PassInputs
-from jaxinfer.generation.execution.programs.ring import Ring
+from jaxinfer.generation.execution.programs.ring import DecodeInputs, PrefillInputs, Ring
 from jaxinfer.sharding.schedules import ring_ticks
 
 
@@ -45,11 +45,13 @@ class RingDecoderPasses(WholePasses):
         assert isinstance(inputs, PassInputs)
         bitmask, schedule = state.bitmask(inputs.bitmask, sizes.chunks + sizes.batch), inputs.schedule
         assert schedule is not None
-        given = (inputs.rows, bitmask, schedule)
-        given = (inputs.chunks, *given) if sizes.chunks else (*given, inputs.speculation_limits)
+        if inputs.chunks is not None:
+            given = PrefillInputs(inputs.chunks, inputs.rows, bitmask, schedule)
+        else:
+            given = DecodeInputs(inputs.rows, bitmask, schedule, inputs.speculation_limits)  # type: ignore[arg-type]
         program = self._programs.cache.get(sizes)
         leaves, adapters = state.layout.leaves, state.adapters
-        state.arrays, output, self._jobs = program(leaves, adapters, state.arrays, *given)
+        state.arrays, output, self._jobs = program(leaves, adapters, state.arrays, given)
         ticks = ring_ticks(self._stages, schedule.micro_batches, schedule.passes, schedule.stride)
         busy = self._stages * schedule.micro_batches * schedule.passes
         self._stats += PipelineStats(slots=int(self._stages * ticks), idle_slots=int(self._stages * ticks - busy))
