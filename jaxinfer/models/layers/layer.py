@@ -1,19 +1,18 @@
-"""One layer: attention and MLP, joined to the residual stream as the config's `BlockKind` says."""
+"""One layer: attention and MLP, joined to the residual stream by the formula of its block (`blocks.py`)."""
 
 import jax
 from flax import nnx
 
 from jaxinfer.models.config import BlockKind, DecoderConfig, TransformerConfig, ViTConfig
 from jaxinfer.models.layers.attention import Attention
+from jaxinfer.models.layers.blocks import Branch, Given, Product, make_branch, parallel
 from jaxinfer.models.layers.forward_context import ForwardContext
-from jaxinfer.models.layers.linear import PartialSum
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
-from jaxinfer.sharding.collectives import mesh_axes
 
 
 class TransformerLayer(nnx.Module):
@@ -22,9 +21,9 @@ class TransformerLayer(nnx.Module):
     Attributes:
       mlp: an MLP, or a mixture of experts.
       attention_norm: before attention; in a post-norm or reordered block after it.
-      mlp_norm: before the MLP; in a post-norm or reordered block after it. A parallel block does not have it.
-      attention_post_norm: after attention; only a sandwich block has it.
-      mlp_post_norm: after the MLP; only a sandwich block has it.
+      mlp_norm: before the MLP; in a post-norm or reordered block after it. None in a parallel block of one norm.
+      attention_post_norm: after attention in a sandwich block, else None.
+      mlp_post_norm: after the MLP in a sandwich block, else None.
     """
 
     def __init__(
@@ -39,16 +38,16 @@ class TransformerLayer(nnx.Module):
         self.block = cfg.block
         self.residual_scale = cfg.residual_scale if isinstance(cfg, DecoderConfig) else 1.0
         positions = cfg.positions if isinstance(cfg, ViTConfig) else cfg.positions_in(layer)
+        has_post_norms = self.block is BlockKind.SANDWICH
         self.attention_norm = Norm(cfg.embed, cfg.norm)
         self.attention = Attention(
             cfg.embed, cfg.attention, positions, cfg.norm, weights, layer=layer, causal=causal, rngs=rngs
         )
-        if self.block is not BlockKind.PARALLEL:
-            self.mlp_norm = Norm(cfg.embed, cfg.norm)
+        self.mlp_norm = None if self.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
         mlp = cfg.mlp_in(layer)
         self.mlp = (Mlp if mlp.moe is None else Moe)(cfg.embed, mlp, weights, rngs=rngs)
-        if self.block is BlockKind.SANDWICH:
-            self.attention_post_norm, self.mlp_post_norm = Norm(cfg.embed, cfg.norm), Norm(cfg.embed, cfg.norm)
+        self.attention_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
+        self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
 
     def __call__(
         self,
@@ -63,7 +62,8 @@ class TransformerLayer(nnx.Module):
             x, self.norm_before_attention, forward_context, cache, adapter_delta=deltas.qkv
         )
         if self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
-            return self._add_both(x, heads, deltas), cache
+            attention = Product(self.attention.out, heads, deltas.out)
+            return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache
         x = self.add_attention(x, heads, deltas)
         if isinstance(self.mlp, Moe):
             return self.add_experts(x, forward_context), cache
@@ -72,12 +72,16 @@ class TransformerLayer(nnx.Module):
     @property
     def norm_before_attention(self) -> Norm | None:
         """The norm of what attention takes; post-norm and reordered blocks have none there."""
-        return None if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.attention_norm
+        return self._attention_branch.norm
 
     @property
-    def norm_before_mlp(self) -> Norm | None:
-        """The norm of what the MLP takes in a block that is not parallel; the same blocks have none there."""
-        return None if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.mlp_norm
+    def _attention_branch(self) -> Branch:
+        return make_branch(self.block, self.attention_norm, self.attention_post_norm, self.residual_scale)
+
+    @property
+    def _mlp_branch(self) -> Branch:
+        assert self.mlp_norm is not None, "a block that is not parallel has one"
+        return make_branch(self.block, self.mlp_norm, self.mlp_post_norm, self.residual_scale)
 
     @jax.named_scope("attention")
     def add_attention(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
@@ -89,29 +93,13 @@ class TransformerLayer(nnx.Module):
           deltas: of this layer's adapters.
         Returns: [N, D].
         """
-        out, delta = self.attention.out, deltas.out
-        match self.block:
-            case BlockKind.SANDWICH:
-                return x + self.attention_post_norm(out(heads, adapter_delta=delta))
-            case BlockKind.REORDERED:
-                return x + self.attention_norm(out(heads, adapter_delta=delta))
-            case BlockKind.POST_NORM:
-                return self.attention_norm(out.linear_residual(heads, x, adapter_delta=delta))
-            case _ if self.residual_scale != 1.0:
-                return x + self.residual_scale * out(heads, adapter_delta=delta)
-            case _:
-                return out.linear_residual(heads, x, adapter_delta=delta)
+        return self._attention_branch.join(x, Product(self.attention.out, heads, deltas.out))
 
     @jax.named_scope("mlp")
     def add_mlp(self, x: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
         """Add the MLP to the residual stream in a block that is not parallel: [N, D] -> [N, D]."""
-        assert isinstance(self.mlp, Mlp)
-        hidden = self.mlp.hidden(x, self.norm_before_mlp, adapter_delta=deltas.gate_up)
-        down, delta = self.mlp.down, deltas.down
-        if self.block in (BlockKind.SANDWICH, BlockKind.REORDERED) or self.residual_scale != 1.0:
-            return self.join_mlp(x, down(hidden, adapter_delta=delta))
-        added = down.linear_residual(hidden, x, adapter_delta=delta)
-        return self.mlp_norm(added) if self.block is BlockKind.POST_NORM else added
+        branch = self._mlp_branch
+        return branch.join(x, self._mlp(x, branch.norm, deltas))
 
     @jax.named_scope("moe")
     def add_experts(self, x: jax.Array, forward_context: ForwardContext) -> jax.Array:
@@ -124,34 +112,15 @@ class TransformerLayer(nnx.Module):
 
     def before_mlp(self, x: jax.Array) -> jax.Array:
         """Return what the MLP takes of the residual stream: [N, D] -> [N, D]."""
-        norm = self.norm_before_mlp
+        norm = self._mlp_branch.norm
         return x if norm is None else norm(x)
 
     def join_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Join what an MLP gave, [N, D], to the residual stream."""
-        match self.block:
-            case BlockKind.SANDWICH:
-                return x + self.mlp_post_norm(y)
-            case BlockKind.REORDERED:
-                return x + self.mlp_norm(y)
-            case BlockKind.POST_NORM:
-                return self.mlp_norm(x + y)
-            case _:
-                return x + (y if self.residual_scale == 1.0 else self.residual_scale * y)
+        return self._mlp_branch.join(x, Given(y))
 
-    def _add_both(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas) -> jax.Array:
-        """Add attention and the MLP of a parallel block, which both begin at x; arguments as for `add_attention`.
-
-        Where devices have parts of both, one sum over the devices adds them up.
-        """
-        one_sum = mesh_axes("heads") and mesh_axes("heads") == mesh_axes("mlp")
-        with jax.named_scope("attention"):
-            add = self.attention.out.partial_sum if one_sum else self.attention.out.linear_residual
-            y = add(heads, x, adapter_delta=deltas.out)
-        with jax.named_scope("mlp"):
-            assert isinstance(self.mlp, Mlp)
-            norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
-            hidden = self.mlp.hidden(x, norm, adapter_delta=deltas.gate_up)
-            if isinstance(y, PartialSum):
-                return self.mlp.down.partial_sum(hidden, y, adapter_delta=deltas.down).finish()
-            return self.mlp.down.linear_residual(hidden, y, adapter_delta=deltas.down)
+    def _mlp(self, x: jax.Array, norm: Norm | None, deltas: AdapterDeltas) -> Product:
+        """The output of the MLP from the stream's norm; None: from the stream."""
+        assert isinstance(self.mlp, Mlp)
+        hidden = self.mlp.hidden(x, norm, adapter_delta=deltas.gate_up)
+        return Product(self.mlp.down, hidden, deltas.down)
