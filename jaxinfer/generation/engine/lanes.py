@@ -5,8 +5,9 @@ from collections.abc import Sequence as Ordered
 
 from jaxinfer.generation.engine.allocation import Allocation
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
+from jaxinfer.generation.engine.passes import PreparedStep
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.scheduler import DecoderScheduler, PreparedStep, choose_passes
+from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.stats import SchedulerStats
 
 PREFIX_WEIGHT = 4
@@ -36,7 +37,7 @@ class LaneScheduler:
 
         def busyness(lane: DecoderScheduler) -> float:
             load = lane.load
-            return load.running + load.waiting - PREFIX_WEIGHT * lane.cached_share(sequence)
+            return load.running + load.waiting - PREFIX_WEIGHT * _cached_share(lane, sequence)
 
         min(self.lanes, key=busyness).add(sequence)
 
@@ -63,7 +64,7 @@ class LaneScheduler:
         """Schedule the next step of all lanes. max_passes: the most passes of a decode step, as for one lane."""
         self._balance()
         steps = self._prepare()
-        chosen = choose_passes(self.lanes, steps, max_passes)
+        chosen = self.lanes[0].passes.choose(self.lanes, steps, max_passes)
         batch = Batch.of_lanes([lane.finish(step, chosen) for lane, step in zip(self.lanes, steps, strict=True)])
         batch = dataclasses.replace(batch, failures=tuple(self._failures))
         self._failures = []
@@ -75,7 +76,7 @@ class LaneScheduler:
         An adapter that is yet to come has a place once those that came before it in the order are used no longer: so
         until then no lane uses one for a later sequence.
         """
-        orders = [order for lane in self.lanes if (order := lane.order_of_next_adapter) is not None]
+        orders = [order for lane in self.lanes if (order := _order_of_next_adapter(lane)) is not None]
         adapters_before, steps = min(orders, default=None), []
         for lane in self.lanes:
             wait = not any(other.running for other in self.lanes)
@@ -86,11 +87,11 @@ class LaneScheduler:
     def _balance(self) -> None:
         """Move sequences that their lane has no slot or no pages for to lanes that have, and for which none waits."""
         for lane in self.lanes:
-            while (first := lane.movable) is not None and not lane.can_admit(first):
-                others = [other for other in self.lanes if other.open_slots > 0 and other.can_admit(first)]
+            while (first := _movable(lane)) is not None and not _can_admit(lane, first):
+                others = [other for other in self.lanes if _open_slots(other) > 0 and _can_admit(other, first)]
                 if not others:
                     break
-                lane.hand_over(first, max(others, key=lambda other: other.open_slots))
+                lane.hand_over(first, max(others, key=_open_slots))
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
         """Release what has finished in each lane, after a step's results are in its sequences."""
@@ -116,3 +117,32 @@ class LaneScheduler:
         for lane in self.lanes:
             lane.check_integrity()
         assert len(set(self.sequences)) == len(self.sequences)
+
+
+def _open_slots(lane: DecoderScheduler) -> int:
+    """Count a lane's free slots beyond those that its waiting sequences can take; negative if too few."""
+    return lane.allocator.free_slots - len(lane.waiting)
+
+
+def _movable(lane: DecoderScheduler) -> Allocation | None:
+    """The first that waits in a lane, if the steps in flight do not have it; another lane may take it."""
+    first = lane.waiting.first
+    return None if first is None or first.max_in_flight else first
+
+
+def _can_admit(lane: DecoderScheduler, allocation: Allocation) -> bool:
+    """Check whether a waiting sequence, of this lane or another, finds a slot and pages in a lane."""
+    return lane.allocator.has_room(allocation.sequence, spare=len(lane.running))
+
+
+def _order_of_next_adapter(lane: DecoderScheduler) -> tuple[int, int] | None:
+    """The place in the order of the first that waits, if there is a slot for it and its adapter is yet to come."""
+    first = lane.waiting.first
+    if first is None or not lane.allocator.free_slots or lane.allocator.has_adapter(first.sequence):
+        return None
+    return first.order
+
+
+def _cached_share(lane: DecoderScheduler, sequence: Sequence) -> float:
+    """The share of a sequence's tokens that full cached pages of a lane have, from 0 to 1."""
+    return lane.allocator.count_cached_tokens(sequence) / max(len(sequence.token_ids), 1)

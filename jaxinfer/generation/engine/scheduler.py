@@ -1,11 +1,8 @@
 """The scheduler of a decoder: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Collection, Iterator
-from collections.abc import Sequence as Ordered
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,22 +11,18 @@ from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow,
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.passes import STEP_SECONDS, ChosenPasses, PassChooser, PreparedStep
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.running import RunningSequences
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
 from jaxinfer.generation.engine.stats import SchedulerStats
+from jaxinfer.generation.engine.unfinished import UnfinishedSequences
 from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
-from jaxinfer.sizes import round_up
 
 PRIORITY_WEIGHT = 64
 """A request of priority p is served as if p times this many others had arrived before it."""
-STEP_SECONDS = 0.01
-"""Longest time that a decode step of several passes should take: a new request waits for it."""
-PIPELINE_PASSES = 8
-"""Fewest passes that a decode step through a pipeline should have, whose stages idle while it fills and drains."""
-
 _order = operator.attrgetter("order")
 
 
@@ -49,23 +42,6 @@ def check_context(request: Request, context: int) -> None:
         )
 
 
-@dataclasses.dataclass(kw_only=True)
-class PreparedStep:
-    """The next step of a lane, before its passes are chosen.
-
-    Attributes:
-      decoding: what decodes.
-      chunks: chunks of prompts.
-      admissions: sequences that have just got their slot.
-      failures: sequences that cannot run.
-    """
-
-    decoding: list[Allocation]
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    admissions: list[Admission] = dataclasses.field(default_factory=list)
-    failures: list[Failure] = dataclasses.field(default_factory=list)
-
-
 class DecoderScheduler:
     """Queues, slots and pages; no arrays.
 
@@ -77,6 +53,8 @@ class DecoderScheduler:
     The first in order always runs, since any sequence fits into the cache alone; and only a bounded number of later
     requests precede one with a higher priority number. So none waits for ever.
 
+    The schedulers of several lanes share `arrivals` and `adapters` (`lanes.py`).
+
     Args:
       config: the engine's sizes.
       buckets: the sizes that programs are compiled for.
@@ -84,7 +62,14 @@ class DecoderScheduler:
       adapters: the adapters on the device; None: there is no room for any.
       costs: the times of passes.
       step_seconds: the longest time that a decode step of several passes should take.
-      arrivals: numbers of arrivals, which lanes share; None: it counts for itself.
+      arrivals: numbers of arrivals; None: it counts for itself.
+
+    Attributes:
+      waiting: the allocations that wait, in order.
+      running: those with a slot.
+      allocator: gives slots and pages.
+      passes: chooses the passes of steps.
+      preemptions: how many there were.
     """
 
     def __init__(
@@ -98,16 +83,15 @@ class DecoderScheduler:
         step_seconds: float = STEP_SECONDS,
         arrivals: Iterator[int] | None = None,
     ):
-        self.config, self.pages, self._step_seconds = config, pages, step_seconds
+        self.config, self.pages = config, pages
+        self.passes = PassChooser(config.max_decode_passes, buckets, costs, step_seconds)
+        self.allocator = Allocator(config, pages, adapters)
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running = RunningSequences()
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
-        self._allocator = Allocator(config, pages, adapters)
-        self._allocations: dict[Sequence, Allocation] = {}  # of all unfinished sequences
-        self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same allocations by request
+        self._unfinished = UnfinishedSequences()
         self._arrivals = itertools.count() if arrivals is None else arrivals
-        self._costs = costs
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
@@ -128,17 +112,15 @@ class DecoderScheduler:
             speculation=SpeculationControl(speculative) if speculative else None,
         )
         self._enter(allocation)
-        self._allocator.prefetch(sequence)
+        self.allocator.prefetch(sequence)
 
     def _enter(self, allocation: Allocation) -> None:
-        sequence = allocation.sequence
-        self._allocations[sequence] = allocation
-        self._requests.setdefault(sequence.request_id, {})[sequence] = allocation
+        self._unfinished.add(allocation)
         self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
         """A sequence's allocation; None once it has left."""
-        return self._allocations.get(sequence)
+        return self._unfinished.allocations.get(sequence)
 
     @property
     def needs_host_sync(self) -> bool:
@@ -151,39 +133,10 @@ class DecoderScheduler:
         used = self.pages.count - self.pages.free
         return SchedulerStats(len(self.running), len(self.waiting), self.preemptions, used, self.pages.count)
 
-    # Among lanes
-
-    @property
-    def open_slots(self) -> int:
-        """How many free slots there are beyond those that the waiting sequences can take; negative if too few."""
-        return self._allocator.free_slots - len(self.waiting)
-
-    @property
-    def movable(self) -> Allocation | None:
-        """The first that waits, if the steps in flight do not have it; another lane may take it."""
-        first = self.waiting.first
-        return None if first is None or first.max_in_flight else first
-
-    @property
-    def order_of_next_adapter(self) -> tuple[int, int] | None:
-        """The place in the order of the first that waits, if there is a slot for it and its adapter is yet to come."""
-        first = self.waiting.first
-        if first is None or not self._allocator.free_slots or self._allocator.has_adapter(first.sequence):
-            return None
-        return first.order
-
-    def can_admit(self, allocation: Allocation) -> bool:
-        """Check whether a waiting sequence, of this lane or another, finds a slot and pages here."""
-        return self._allocator.has_room(allocation.sequence, spare=len(self.running))
-
     def hand_over(self, allocation: Allocation, other: "DecoderScheduler") -> None:
         """Move a waiting sequence to another lane, where it keeps its place in the order."""
         other._enter(allocation)  # first: an interrupt must not lose it
         self._remove(allocation)
-
-    def cached_share(self, sequence: Sequence) -> float:
-        """The share of a sequence's tokens that full cached pages have, from 0 to 1."""
-        return self._allocator.count_cached_tokens(sequence) / max(len(sequence.token_ids), 1)
 
     # A step
 
@@ -198,9 +151,9 @@ class DecoderScheduler:
             config's limit.
         """
         step = self.prepare()
-        return self.finish(step, choose_passes([self], [step], max_passes))
+        return self.finish(step, self.passes.choose([self], [step], max_passes))
 
-    def prepare(self, *, wait: bool = True, adapters_before: tuple[int, int] | None = None) -> "PreparedStep":
+    def prepare(self, *, wait: bool = True, adapters_before: tuple[int, int] | None = None) -> PreparedStep:
         """Choose what the next step runs, apart from its passes; each row has a page for its next token.
 
         Args:
@@ -208,7 +161,7 @@ class DecoderScheduler:
           adapters_before: of the sequences with adapters, only those before this place in the order are admitted, or
             at it; None: any.
         """
-        self._allocator.begin_step()
+        self.allocator.begin_step()
         preempted = self.preemptions
         step = PreparedStep(decoding=self._decoding())
         room = self._chunk_room()
@@ -222,34 +175,20 @@ class DecoderScheduler:
                     step.failures.append(failure)
                 case Admission() as admission:
                     step.admissions.append(admission)
-                    allocation = self._allocations[admission.sequence]
+                    allocation = self._unfinished.allocations[admission.sequence]
                     if admission.decodes:
                         step.decoding.append(allocation)
                     step.chunks += self._chunks(allocation, room - len(step.chunks))
         return step
 
-    def micro_batches(self, rows: int) -> int:
-        """Return in how many parts so many rows go through the stages of a pipeline the fastest."""
-        return self._costs.micro_batches(self._bucket(rows))
-
-    def useful_passes(self, step: "PreparedStep", rows: int, micro_batches: int, max_passes: int | None) -> int:
-        """Return how many passes of a decode step with so many rows, at most, are wanted for this one's rows."""
-        least = PIPELINE_PASSES if self._costs.stages > 1 else 1
-        seconds = self._costs.seconds(self._bucket(rows), micro_batches)  # None: one pass, to learn what it costs
-        affordable = 1 if seconds is None else max(least, int(self._step_seconds / seconds))
-        passes = min(max_passes or affordable, self.config.max_decode_passes, affordable)
-        if passes == 1:
-            return 1
-        return min(passes, max((allocation.max_remaining for allocation in step.decoding), default=1))
-
-    def possible_passes(self, step: "PreparedStep", passes: int) -> int:
+    def possible_passes(self, step: PreparedStep, passes: int) -> int:
         """Return how many passes, at most so many, the free pages allow."""
         speculative = self._speculative_tokens(step)
         while passes > 1 and not self._fits(step, passes, speculative):
             passes //= 2
         return passes
 
-    def finish(self, step: "PreparedStep", chosen: "ChosenPasses") -> Batch:
+    def finish(self, step: PreparedStep, chosen: ChosenPasses) -> Batch:
         """Give the rows their pages and return the batch, which is from now on in flight.
 
         Args:
@@ -261,7 +200,7 @@ class DecoderScheduler:
             speculative = 0
         if ahead := passes * (1 + speculative) - 1:  # for the next token `prepare` has given a page
             for allocation in step.decoding:
-                self._allocator.extend(allocation, _length(allocation) + ahead)
+                self.allocator.extend(allocation, _length(allocation) + ahead)
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if step.chunks or step.decoding else (),
@@ -289,7 +228,7 @@ class DecoderScheduler:
             if length <= len(allocation.pages) * page_size:  # nearly always
                 decoding.append(allocation)
                 continue
-            while not self._allocator.extend(allocation, length):
+            while not self.allocator.extend(allocation, length):
                 victim = self.running.last
                 self._preempt(victim)
                 if victim is allocation:
@@ -301,7 +240,7 @@ class DecoderScheduler:
     def _chunk_room(self) -> int:
         """Return how many chunks the step takes, so that their program is well filled."""
         count, most = 0, self._buckets.chunks[-1]
-        admissible = itertools.islice(self.waiting, self._allocator.free_slots)
+        admissible = itertools.islice(self.waiting, self.allocator.free_slots)
         for allocation in itertools.chain(self.running.prefilling, admissible):
             rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
             count += -(-rest // self.config.chunk_size)
@@ -315,7 +254,7 @@ class DecoderScheduler:
             return []
         sequence, size, first = allocation.sequence, self.config.chunk_size, allocation.num_prefilled_tokens
         stop = min(first + room * size, len(sequence.token_ids))
-        self._allocator.prefill(allocation, stop - first)
+        self.allocator.prefill(allocation, stop - first)
         slot, pages = allocation.slot, allocation.pages
         chunks = [Chunk(sequence, slot, start, size, False, pages) for start in range(first, stop, size)]
         last = chunks[-1]
@@ -329,14 +268,14 @@ class DecoderScheduler:
     def _admit_next(self, *, wait: bool, adapters_before: tuple[int, int] | None) -> Admission | Failure | None:
         """Admit the first waiting sequence; None if it has to wait, or none waits."""
         allocation = self.waiting.first
-        if allocation is None or not self._allocator.free_slots or allocation.max_in_flight:
+        if allocation is None or not self.allocator.free_slots or allocation.max_in_flight:
             return None
         if adapters_before is not None and allocation.sequence.params.adapter and allocation.order > adapters_before:
             return None
         try:
             # Spares a page for each running sequence, so that none is preempted at once.
             running = len(self.running)
-            admission = self._allocator.admit(allocation, spare=running, wait=wait and not running)
+            admission = self.allocator.admit(allocation, spare=running, wait=wait and not running)
         except Exception as error:  # its adapter cannot be read: only this request fails
             self._remove(allocation)
             return Failure(allocation.sequence, str(error))
@@ -345,17 +284,17 @@ class DecoderScheduler:
             self.running.add(allocation)
         return admission
 
-    def _speculative_tokens(self, step: "PreparedStep") -> int:
+    def _speculative_tokens(self, step: PreparedStep) -> int:
         """Return how many speculative tokens a pass may have."""
         if not self.config.num_speculative_tokens:
             return 0
         speculates = any(_speculative_tokens(allocation) > 0 for allocation in step.decoding)
         return self.config.num_speculative_tokens if speculates else 0
 
-    def _fits(self, step: "PreparedStep", passes: int, speculative: int) -> bool:
+    def _fits(self, step: PreparedStep, passes: int, speculative: int) -> bool:
         """Check whether there are pages for so many passes."""
         ahead = passes * (1 + speculative) - 1
-        missing = (self._allocator.missing_pages(a, _length(a) + ahead) for a in step.decoding)
+        missing = (self.allocator.missing_pages(a, _length(a) + ahead) for a in step.decoding)
         return sum(missing) <= self.pages.free
 
     def _row(self, allocation: Allocation, speculative: int) -> DecodeRow:
@@ -373,13 +312,9 @@ class DecoderScheduler:
         row = allocation.row = DecodeRow(sequence, allocation.slot, allocation.pages, bitmask, error, speculative)
         return row
 
-    def _bucket(self, rows: int) -> int:
-        """The number of rows that a decode step is padded to."""
-        return round_up(rows, self._buckets.decode_rows)
-
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
-        find = self._allocations.get
+        find = self._unfinished.allocations.get
         for sequence, least, most in batch.growth:
             if allocation := find(sequence):
                 allocation.min_in_flight += sign * least
@@ -395,7 +330,7 @@ class DecoderScheduler:
         self._count_in_flight(batch, -1)
         if batch.num_speculative_tokens:
             self._learn(batch, output, len(batch.rows) if rows is None else rows)
-        find, insert_prefix = self._allocations.get, self._allocator.insert_prefix
+        find, insert_prefix = self._unfinished.allocations.get, self.allocator.insert_prefix
         for sequence in batch.sequences:
             allocation = find(sequence)
             if allocation is None:  # given up meanwhile
@@ -407,9 +342,9 @@ class DecoderScheduler:
 
     def _learn(self, batch: Batch, output: StepOutput, rows: int) -> None:
         """Learn from the gain of speculation in a decode step of so many rows."""
-        cost = self._costs.ratio(self._bucket(rows))
+        cost = self.passes.speculative_cost(rows)
         for row, result in zip(batch.rows, output.outputs, strict=True):
-            allocation = self._allocations.get(row.sequence)
+            allocation = self._unfinished.allocations.get(row.sequence)
             if allocation is not None and allocation.speculation is not None and result.num_draft_tokens:
                 allocation.speculation.record(
                     passes=-(-result.num_draft_tokens // batch.num_speculative_tokens),
@@ -420,15 +355,15 @@ class DecoderScheduler:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request; its slots and pages are free at once. Returns its sequences that had not left yet."""
-        leaving = self._requests.get(request_id, {}).copy()
-        for allocation in leaving.values():
+        leaving = self._unfinished.of_request(request_id)
+        for allocation in leaving:
             self._remove(allocation)
-        return list(leaving)
+        return [allocation.sequence for allocation in leaving]
 
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not left, in no particular order."""
-        return list(self._allocations)
+        return list(self._unfinished.allocations)
 
     def restart(self, *, without: Collection[Sequence] = ()) -> None:
         """Start over, whatever state the records are in: all unfinished sequences wait, and no page is cached.
@@ -437,20 +372,14 @@ class DecoderScheduler:
 
         without: sequences that another lane has.
         """
-        allocations = {s: a for s, a in self._allocations.items() if not s.finished and s not in without}
+        known = self._unfinished.allocations.items()
+        allocations = [a for sequence, a in known if not sequence.finished and sequence not in without]
         waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
-        requests: dict[str, dict[Sequence, Allocation]] = {}
-        for sequence, allocation in allocations.items():
+        for allocation in allocations:
             allocation.reset()
             waiting.add(allocation)
-            requests.setdefault(sequence.request_id, {})[sequence] = allocation
-        self.waiting, self.running, self._requests, self._allocations = (
-            waiting,
-            RunningSequences(),
-            requests,
-            allocations,
-        )
-        self._allocator.reset()
+        self.waiting, self.running, self._unfinished = waiting, RunningSequences(), UnfinishedSequences(allocations)
+        self.allocator.reset()
 
     def _preempt(self, allocation: Allocation) -> None:
         self.preemptions += 1
@@ -459,22 +388,18 @@ class DecoderScheduler:
 
     def _stop(self, allocation: Allocation) -> None:
         self.running.remove(allocation)
-        self._allocator.release(allocation)
+        self.allocator.release(allocation)
 
     def _remove(self, allocation: Allocation) -> None:
         if allocation.running:
             self._stop(allocation)
         else:
             self.waiting.remove(allocation)
-        sequence = allocation.sequence
-        siblings = self._requests[sequence.request_id]
-        del self._allocations[sequence], siblings[sequence]
-        if not siblings:
-            del self._requests[sequence.request_id]
+        self._unfinished.remove(allocation.sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, pages and queues fit together."""
-        self._allocator.check_integrity(list(self.running))
+        self.allocator.check_integrity(list(self.running))
         self.running.check_integrity()
         queued = [*self.waiting, *self.running]
         assert len(queued) == len(self.waiting) + len(self.running)
@@ -482,44 +407,9 @@ class DecoderScheduler:
         assert not any(a.pages or a.running for a in self.waiting)
         assert all(a.running for a in self.running)
         assert not any(a.sequence.finished for a in queued)
-        assert {a.sequence: a for a in queued} == self._allocations
-        assert len(queued) == len(self._allocations) == sum(map(len, self._requests.values()))
-        assert all(self._requests[s.request_id][s] is a for s, a in self._allocations.items())
-        assert all(self._requests.values())
-
-
-class ChosenPasses(NamedTuple):
-    """The passes of a step.
-
-    Attributes:
-      passes: how many.
-      speculates: whether they may have speculative tokens; they have none where pages are too few.
-      micro_batches: in how many parts the rows go through the stages of a pipeline.
-    """
-
-    passes: int = 1
-    speculates: bool = False
-    micro_batches: int = 1
-
-
-def choose_passes(
-    lanes: Ordered[DecoderScheduler], steps: Ordered[PreparedStep], max_passes: int | None
-) -> ChosenPasses:
-    """Choose the passes of a step that lanes run together.
-
-    As many as the rows with most to come can use, and every lane has pages for; one plain pass beside chunks, and for
-    rows whose bitmask changes with each token.
-    """
-    rows = max([len(step.decoding) for step in steps])
-    if [step for step in steps if step.chunks] or not rows:
-        return ChosenPasses()
-    micro_batches = lanes[0].micro_batches(rows)
-    if [lane for lane in lanes if lane.needs_host_sync]:
-        return ChosenPasses(micro_batches=micro_batches)
-    pairs = list(zip(lanes, steps, strict=True))
-    passes = max([lane.useful_passes(step, rows, micro_batches, max_passes) for lane, step in pairs])
-    passes = min([lane.possible_passes(step, passes) for lane, step in pairs])
-    return ChosenPasses(passes, speculates=True, micro_batches=micro_batches)
+        assert {a.sequence: a for a in queued} == self._unfinished.allocations
+        assert len(queued) == len(self._unfinished.allocations)
+        self._unfinished.check_integrity()
 
 
 def _length(allocation: Allocation) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.scheduler import STEP_SECONDS
+from jaxinfer.generation.engine.passes import STEP_SECONDS
 from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
 

@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
             self.all_fits_together()
         self.engine.drain()
         assert scheduler.pages.free == scheduler.pages.count
-        assert scheduler._allocator.free_slots == self.engine.config.max_batch
+        assert scheduler.allocator.free_slots == self.engine.config.max_batch
         for prompt, params, sequences in self.requests:
             for sequence, expected in zip(sequences, self.alone.expected(prompt, params), strict=True):
                 assert self.ended[sequence] == (sequence.finish_reason, sequence.token_ids)

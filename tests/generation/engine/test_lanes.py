@@ -16,7 +16,8 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.lanes import PREFIX_WEIGHT, LaneScheduler
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.scheduler import PIPELINE_PASSES, DecoderScheduler
+from jaxinfer.generation.engine.passes import PIPELINE_PASSES
+from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import TRIES, PassCosts
 from jaxinfer.generation.outputs import FinishReason
 from tests.generation.engine.test_scheduler import CONTEXT, MAX_STEPS, PAGE, Device, alone, random_prompt, request_of
@@ -178,7 +179,7 @@ def test_passes_are_those_of_the_lane_with_most_rows(known):
     costs = PassCosts(Costs.fixed({("decode", (("batch", known), ("speculative", 0))): 1e-9}), 0)
     first, second = simulation.scheduler.lanes
     for lane in (first, second):
-        lane._costs = costs
+        lane.passes.costs = costs
     for number in range(5):
         simulation.add([number % 3], max_tokens=9, stop_token_ids=())
     second.hand_over(second.waiting.first, first)
@@ -200,7 +201,7 @@ def test_lanes_of_stages_go_in_equally_many_micro_batches(quicker):
             cost.add(seconds, 1, seconds)
     first, second = simulation.scheduler.lanes
     for lane in (first, second):
-        lane._costs = PassCosts(Costs(known, learns=False), 0, name="ring", stages=2)
+        lane.passes.costs = PassCosts(Costs(known, learns=False), 0, name="ring", stages=2)
     for number in range(5):
         simulation.add([number % 3], max_tokens=9, stop_token_ids=())
     second.hand_over(second.waiting.first, first)
@@ -216,7 +217,7 @@ def test_steps_through_a_pipeline_have_enough_passes_to_fill_it():
     sizes = {"chunks": 0, "batch": 1, "speculative": 0, "micro_batches": 1}
     slow = Costs.fixed({("ring", tuple(sizes.items())): 1.0})
     for lane in simulation.scheduler.lanes:
-        lane._costs = PassCosts(slow, 0, name="ring", stages=2)
+        lane.passes.costs = PassCosts(slow, 0, name="ring", stages=2)
     simulation.add([1], max_tokens=20, stop_token_ids=())
     simulation.finish()
     assert [batch.passes for batch in simulation.batches] == [
