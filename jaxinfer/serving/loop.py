@@ -9,7 +9,6 @@ import math
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
@@ -21,12 +20,13 @@ from jaxinfer.serving.errors import (
     ClosedError,
     DeadlineExceededError,
     DiedError,
-    OverloadedError,
     caused,
     closed_error,
 )
 from jaxinfer.serving.future import Desk, TicketFuture
+from jaxinfer.serving.line import Line, Pace
 from jaxinfer.serving.statistics import Statistics
+from jaxinfer.serving.threads import join_threads, make_thread
 from jaxinfer.serving.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ CALLBACK_SECONDS = 10.0
 """Seconds after which a callback counts as hanging."""
 LAST_CALLBACK_SECONDS = 1.0
 """Seconds for callbacks that `close` leaves beyond its timeout, for those of requests that it has ended."""
-RECENT = 0.1
-"""Weight of the last interval in the mean time between ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,25 +160,22 @@ class Loop[AnyTicket: Ticket[Any]]:
         clock: Clock = time.perf_counter,
     ):
         self.statistics, self.clock = Statistics() if statistics is None else statistics, clock
-        self._decider, self._what, self._max_tickets, self._max_line = decider, what, max_tickets, max_line
+        self._decider, self._what = decider, what
         self.lock = threading.RLock()
         self._tickets: dict[Hashable, AnyTicket] = {}
-        self._line: OrderedDict[Hashable, AnyTicket] = (
-            OrderedDict()
-        )  # a plain dict is slow to find its first key after many deletions
-        self._next_deadline = math.inf  # of those in line, or earlier
+        self._line: Line[AnyTicket] = Line(max_tickets, max_line)
         self._withdrawn: SimpleQueue[AnyTicket] = SimpleQueue()
         self._closed = self._drain = False
         self._cause: BaseException | None = None  # the cause of its death, or of giving up
         self._num_running = self._num_done = self._num_called_back = 0
-        self._last_end, self._between_ends = clock(), None
+        self._pace = Pace(clock())
         self._origin = Origin(what)
         self._news: SimpleQueue[None] = SimpleQueue()  # not a condition: finalizers may put, wherever they run
         self._desk = Desk(ended=SimpleQueue(), given_up=SimpleQueue(), news=self._news)
         self._lanes: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in lanes]
-        self._thread = self._make_thread(self._run, name)
-        self._callbacks = self._make_thread(self._run_callbacks, f"{name}-callbacks")
-        workers = [self._make_thread(self._run_lane, *lane) for lane in zip(lanes, self._lanes, strict=True)]
+        self._thread = make_thread(self._run, name)
+        self._callbacks = make_thread(self._run_callbacks, f"{name}-callbacks")
+        workers = [make_thread(self._run_lane, *lane) for lane in zip(lanes, self._lanes, strict=True)]
         self._threads = [self._thread, *workers, self._callbacks]
         close_at_exit(self, lambda loop: loop.close(drain=False))
 
@@ -255,9 +250,7 @@ class Loop[AnyTicket: Ticket[Any]]:
             self._check(ticket, block=block)
             if ticket.future is not None:
                 ticket.future.desk = self._desk
-            self._line[ticket.key] = ticket
-            if ticket.deadline is not None and self._max_tickets is not None:
-                self._next_deadline = min(self._next_deadline, ticket.deadline)
+            self._line.add(ticket)
         self._news.put(None)
         if ticket.turn is not None:
             self._wait_in_line(ticket, ticket.turn)
@@ -279,7 +272,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         if self._origin.forked:
             return None
         with self.lock:
-            return self._tickets.get(key) or self._line.get(key)
+            return self._tickets.get(key) or self._line.find(key)
 
     def end(self, ticket: AnyTicket, outcome: Any, *, at: float | None = None) -> None:
         """End a request, unless it has ended.
@@ -330,14 +323,14 @@ class Loop[AnyTicket: Ticket[Any]]:
         self.stop(drain=drain)
         if threading.current_thread() in self._threads or not self._thread.ident:
             return
-        hangs = not self._join(self._threads[:-1], until, lambda: self._num_done, HANGING_SECONDS)
+        hangs = not join_threads(self._threads[:-1], until, lambda: self._num_done, HANGING_SECONDS)
         if hangs:
             self.stop()
             if timeout is None:
                 self._cause = TimeoutError(f"its work has not ended for {HANGING_SECONDS:g} s")
             self._end_all()
         until = None if until is None else max(until, time.monotonic() + LAST_CALLBACK_SECONDS)
-        if not self._join([self._callbacks], until, lambda: self._num_called_back, CALLBACK_SECONDS):
+        if not join_threads([self._callbacks], until, lambda: self._num_called_back, CALLBACK_SECONDS):
             log.warning("%s is closed, though a callback of a future has not ended.", self._what)
         if hangs and self._cause is not None:
             raise self.end_error()
@@ -348,31 +341,24 @@ class Loop[AnyTicket: Ticket[Any]]:
         """Raise the error with which a request is refused; give it an event if its caller must stand in line."""
         if self._closed:
             raise self.end_error()
-        if ticket.key in self._tickets or ticket.key in self._line:
+        if ticket.key in self._tickets or self._line.find(ticket.key) is not None:
             raise ValueError(
                 f"Request {ticket.key!r} is in flight already: give another id, or prepare the prompt once for each "
                 "time it is to run."
             )
         self._decider.check(ticket, self.clock())
-        if self._max_tickets is None or self.num_tickets < self._max_tickets:
+        if self._line.has_room(self.num_tickets):
             return
-        # Those that are about to be accepted are in line, too.
-        full = self._max_line is not None and self.num_tickets >= self._max_tickets + self._max_line
-        if full or not block or threading.current_thread() in self._threads:
-            line = f", and {self._max_line} in line" if full else ""
-            raise OverloadedError(
-                f"{self.num_tickets} requests are in flight already, and the limit ({self._max_tickets}{line}) allows "
-                "no more; try later.",
-                self._between_ends,
-            )
+        may_wait = block and threading.current_thread() not in self._threads
+        self._line.check(self.num_tickets, may_wait=may_wait, retry_after=self._pace.between_ends)
         if ticket.reader is None:
             ticket.turn = Event()
 
     def _accept_line(self) -> None:
         """Accept requests while there is room, and withdraw those that are not wanted any more."""
-        while self._line and (self._max_tickets is None or len(self._tickets) < self._max_tickets):
-            self._accept(self._line.popitem(last=False)[1])
-        if self.clock() >= self._next_deadline:
+        while self._line and self._line.has_room(len(self._tickets)):
+            self._accept(self._line.pop_first())
+        if self.clock() >= self._line.next_deadline:
             self._end_late()
         with contextlib.suppress(Empty):
             while True:
@@ -387,26 +373,23 @@ class Loop[AnyTicket: Ticket[Any]]:
     def _end_late(self) -> None:
         """End the requests in line whose deadline has passed."""
         now = self.clock()
-        for ticket in [t for t in self._line.values() if t.deadline is not None and t.deadline <= now]:
-            del self._line[ticket.key]
+        for ticket in self._line.pop_late(now):
             error = DeadlineExceededError("The deadline passed before the request began.")
             self._count(ticket, error, now)
             ticket.end(error)
             if ticket.turn is not None:
                 ticket.turn.set()
-        deadlines = [t.deadline for t in self._line.values() if t.deadline is not None]
-        self._next_deadline = min(deadlines, default=math.inf)
 
     def _withdraw(self, ticket: AnyTicket) -> None:
-        if self._line.get(ticket.key) is ticket:  # exceeds `max_tickets`, but only to end at once
-            self._accept(self._line.pop(ticket.key))
+        if self._line.pop(ticket):  # exceeds `max_tickets`, but only to end at once
+            self._accept(ticket)
         if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
             self.end(ticket, CancelledError())
 
     def _accept(self, ticket: AnyTicket) -> None:
         now = self.clock()
         if not self._tickets:
-            self._last_end = now
+            self._pace.begin(now)
         self._tickets[ticket.key] = ticket
         if ticket.turn is not None:
             ticket.turn.set()
@@ -419,9 +402,7 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     def _count(self, ticket: AnyTicket, outcome: Any, now: float) -> None:
         self.statistics.count(outcome, late=ticket.deadline is not None and now >= ticket.deadline)
-        seconds, mean = max(now - self._last_end, 0.0), self._between_ends
-        self._last_end = now
-        self._between_ends = seconds if mean is None else mean + RECENT * (seconds - mean)
+        self._pace.end(now)
 
     # In the caller's thread
 
@@ -431,24 +412,6 @@ class Loop[AnyTicket: Ticket[Any]]:
         except BaseException:  # Ctrl-C
             self.cancel(ticket)
             raise
-
-    def _join(
-        self, threads: Sequence[threading.Thread], until: float | None, progress: Callable[[], int], patience: float
-    ) -> bool:
-        """Wait for threads; return whether they have ended.
-
-        until: when to give up; None: once there has been no progress for so many seconds.
-        """
-        for thread in threads:
-            before = -1
-            while thread.is_alive() and (until is not None or before != progress()):
-                before = progress()
-                thread.join(patience if until is None else max(until - time.monotonic(), 0.0))
-                if until is not None:
-                    break
-            if thread.is_alive():
-                return False
-        return True
 
     # In the loop's threads
 
@@ -496,7 +459,7 @@ class Loop[AnyTicket: Ticket[Any]]:
     def _sleep(self) -> None:
         with self.lock:
             until = self._decider.next_time
-            until = min(math.inf if until is None else until, self._next_deadline)
+            until = min(math.inf if until is None else until, self._line.next_deadline)
         seconds = None if until == math.inf else until - self.clock()
         with contextlib.suppress(Empty):
             if seconds is None or seconds > 0:
@@ -539,8 +502,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         """End every request and the other threads."""
         with self.lock:
             self._closed, error = True, self.end_error()
-            ending = [*self._tickets.values(), *self._line.values()]
-            self._tickets, self._line = {}, OrderedDict()
+            ending = [*self._tickets.values(), *self._line]
+            self._tickets, self._line = {}, Line()
             for ticket in ending:
                 self.statistics.count(error, late=False)
                 ticket.end(error)
@@ -549,10 +512,6 @@ class Loop[AnyTicket: Ticket[Any]]:
             self._decider = _NOTHING  # it may be large, and may refer to the loop's owner
         for queue in (*self._lanes, self._desk.ended):
             queue.put(None)
-
-    @staticmethod
-    def _make_thread(run: Callable[..., None], name: str, *args: Any) -> threading.Thread:
-        return threading.Thread(target=run, args=args, name=f"jaxinfer-{name}", daemon=True)
 
 
 class _Nothing(Decider[Any]):
