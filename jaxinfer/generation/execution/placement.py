@@ -198,7 +198,7 @@ def plan_placement(
     if memory.weights == "device" and memory.device_memory is None:
         return None
     _check_lanes(opened, memory)
-    needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
+    needs = DeviceBytes(opened, config, memory)
     if cache_bytes is not None:
         assert isinstance(config, EngineConfig), "an encoder has no cache"
         check_page(cache_bytes, needs.page, config, memory_report(opened.mesh))
@@ -206,33 +206,52 @@ def plan_placement(
     if memory.weights == "device":
         _check_whole(opened, needs, least)
         return None
-    limit = needs.limit
-    if memory.weights == "auto" and needs.whole < limit and (whole := needs.of_whole(full)) <= limit:
-        _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(limit))
+    if memory.weights == "auto" and _fits_whole(needs, full):
         return None
     _check_devices(opened, memory)
-    depth = _depth(memory, costs)
-    least_depth, remedy = (
-        DEPTH if memory.prefetch is None else depth,
-        "lower prefetch, or use quantize='int4' or a mesh",
-    )
-    at_a_time = f"{decimal(needs.rest)} beside the layers, {needs.at_a_time(least_depth + 1)}"
-    weights = needs.streamed_weights(least_depth + 1)
+    depth = _fitting_depth(opened, memory, needs, least, _depth(memory, costs))
+    return _streamed(opened, memory, needs, full, depth)
+
+
+def _fits_whole(needs: DeviceBytes, cache: int) -> bool:
+    """Check whether all layers fit the devices beside the cache."""
+    if needs.whole >= needs.limit:  # what programs need takes compiling to know
+        return False
+    if (whole := needs.of_whole(cache)) > needs.limit:
+        return False
+    _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(needs.limit))
+    return True
+
+
+def _fitting_depth(opened: OpenedModel, memory: MemoryConfig, needs: DeviceBytes, cache: int, depth: int) -> int:
+    """Find how many layers ahead can be brought to the devices: `depth`, or what fits unless the user has chosen it.
+
+    cache: the least bytes of the cache. Raises MemoryError if not even the fewest layers fit beside it.
+    """
+    chosen = memory.prefetch is not None
+    least, remedy = depth if chosen else DEPTH, "lower prefetch, or use quantize='int4' or a mesh"
+    at_a_time = f"{decimal(needs.rest)} beside the layers, {needs.at_a_time(least + 1)}"
+    weights = needs.streamed_weights(least + 1)
     _check_weights(opened, needs, f"streaming needs ({at_a_time})", weights, remedy=f"{remedy} with more devices")
-    while memory.prefetch is None and depth > DEPTH and needs.of_streamed(depth + 1, least) > limit:
+    while not chosen and depth > DEPTH and needs.of_streamed(depth + 1, cache) > needs.limit:
         depth -= 1
-    if (needed := needs.of_streamed(depth + 1, least)) > limit:
+    if (needed := needs.of_streamed(depth + 1, cache)) > needs.limit:
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
-            f"layers, {needs.at_a_time(depth + 1)}, {decimal(least)} of cache, and what programs take), and "
-            f"{decimal(limit)} may be used: raise device_memory to at least {exact_bytes(needed)}, {remedy} with more "
-            f"devices.{memory_report(opened.mesh)}"
+            f"layers, {needs.at_a_time(depth + 1)}, {decimal(cache)} of cache, and what programs take), and "
+            f"{decimal(needs.limit)} may be used: raise device_memory to at least {exact_bytes(needed)}, {remedy} "
+            f"with more devices.{memory_report(opened.mesh)}"
         )
-    resident = 0
+    return depth
+
+
+def _streamed(opened: OpenedModel, memory: MemoryConfig, needs: DeviceBytes, cache: int, depth: int) -> Placement:
+    """Place the layers of a streamed model: on the devices those that fit beside the cache and `depth` layers ahead."""
+    limit, count, resident = needs.limit, opened.transformer.layers, 0
     if memory.device_memory is not None or memory.weights == "auto" or needs.experts:
-        while resident < count and needs.of_streamed(resident + depth + 2, full) <= limit:
+        while resident < count and needs.of_streamed(resident + depth + 2, cache) <= limit:
             resident += 1
-    experts = _place_experts(opened, memory, needs, resident + depth + 1, full) if needs.experts else None
+    experts = _place_experts(opened, memory, needs, resident + depth + 1, cache) if needs.experts else None
     on_host = _on_host(opened, memory, count - resident, needs.layer, 0 if experts is None else experts.host_bytes)
     counts: dict[Tier, int] = {"device": resident, "host": on_host}
     limits = "free" if memory.device_memory is None else "device_memory"
