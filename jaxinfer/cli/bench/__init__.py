@@ -6,12 +6,17 @@ import typer
 
 from jaxinfer.cli.bench.files import check_files
 from jaxinfer.cli.bench.options import (
+    PROMPT_TOKENS,
+    REQUESTS,
     JsonOption,
     OutputTokensOption,
     PlotOption,
+    PromptTokensOption,
+    RequestsOption,
     SeedOption,
     check_context,
     check_length,
+    check_prompts_file,
     check_spread,
     parse_batch_sizes,
     read_config,
@@ -34,8 +39,6 @@ from jaxinfer.cli.common import (
     load_llm,
 )
 from jaxinfer.progress import long_work
-
-PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates here.")
 
@@ -106,18 +109,8 @@ def latency(
 def throughput(
     ctx: typer.Context,
     model: ModelArgument,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"Number of requests (default: {REQUESTS}, or all prompts of the file).", show_default=False
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"Mean number of random tokens per prompt (default: {PROMPT_TOKENS}).", show_default=False
-        ),
-    ] = None,
+    requests: RequestsOption = None,
+    prompt_tokens: PromptTokensOption = None,
     output_tokens: OutputTokensOption = 64,
     spread: Annotated[
         float, typer.Option(help="Draw lengths uniformly from 1 - spread to 1 + spread times the mean.")
@@ -147,10 +140,7 @@ def throughput(
     Time per output token is a request's mean after the first token. Prompts are encoded before the clock starts.
     """
     check_spread(spread)
-    if prompts_file is not None and prompt_tokens is not None:
-        raise ValueError(
-            f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: use only one of them."
-        )
+    check_prompts_file(prompts_file, prompt_tokens)
     check_files(json_file, plot)
     with long_work(f"loading {model}"):
         config = read_config(model)
@@ -158,20 +148,16 @@ def throughput(
         import numpy as np
 
         from jaxinfer.cli.bench import measure, report, tables
-        from jaxinfer.cli.bench.workload import BenchRequest, encode_prompts, random_prompts, spread_lengths
+        from jaxinfer.cli.bench.workload import draw_prompts, encode_prompts, make_requests
         from jaxinfer.compiled.cpu_library import build_library
 
         rng = np.random.default_rng(seed)
         if prompts_file is None:
             prompt_tokens = prompt_tokens or PROMPT_TOKENS
-            lengths = spread_lengths(rng, prompt_tokens, spread, requests or REQUESTS)
-            prompts = random_prompts(rng, config.vocab, lengths)
+            prompts = draw_prompts(rng, config.vocab, prompt_tokens, spread, requests or REQUESTS)
         else:
             prompts = encode_prompts(prompts_file, requests, model, config.vocab)
-        workload = list(map(BenchRequest, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
-        for number, request in enumerate(workload, 1):
-            check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
-
+        workload = make_requests(rng, prompts, output_tokens, spread, context=limit)
         build_library()
         llm = load_llm(ctx, max_batch=max_batch)
     with long_work("warm-up, then output tokens", total=sum(r.output_tokens for r in workload)) as work:

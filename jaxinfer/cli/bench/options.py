@@ -8,6 +8,20 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
 
+PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
+
+RequestsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Number of requests (default: {REQUESTS}, or all prompts of the file).", show_default=False
+    ),
+]
+PromptTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Mean number of random tokens per prompt (default: {PROMPT_TOKENS}).", show_default=False
+    ),
+]
 OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per request; end-of-text is ignored.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of prompts and lengths.")]
 JsonOption = Annotated[
@@ -31,6 +45,14 @@ def check_spread(spread: float) -> None:
     """Raise ValueError if `--spread` is out of range."""
     if not 0 <= spread < 1:
         raise ValueError(f"--spread must be in [0, 1), got {spread}.")
+
+
+def check_prompts_file(prompts_file: Path | None, prompt_tokens: int | None) -> None:
+    """Raise ValueError for a file of prompts with `--prompt-tokens`, which is for random prompts."""
+    if prompts_file is not None and prompt_tokens is not None:
+        raise ValueError(
+            f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: use only one of them."
+        )
 
 
 def read_config(directory: Path) -> "DecoderConfig":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfer.cli.bench.options import check_length
 from jaxinfer.cli.common import read_prompts
 from jaxinfer.hub import resolve
 from jaxinfer.text import Tokenizer, encode_prompt
@@ -45,3 +46,21 @@ def encode_prompts(file: Path, count: int | None, model: Path, vocab: int) -> li
             raise ValueError(f"{file}:{number}: the prompt is empty.")
         encoded.append(ids)
     return encoded
+
+
+def draw_prompts(rng: np.random.Generator, vocab: int, mean: int, spread: float, count: int) -> list[list[int]]:
+    """Draw `count` random prompts, whose lengths are those of `spread_lengths`."""
+    return random_prompts(rng, vocab, spread_lengths(rng, mean, spread, count))
+
+
+def make_requests(
+    rng: np.random.Generator, prompts: Sequence[list[int]], mean: int, spread: float, *, context: int
+) -> list[BenchRequest]:
+    """Make a request of each prompt, whose numbers of output tokens are those of `spread_lengths`.
+
+    Raises ValueError for a request that exceeds the context.
+    """
+    requests = list(map(BenchRequest, prompts, spread_lengths(rng, mean, spread, len(prompts))))
+    for number, request in enumerate(requests, 1):
+        check_length(len(request.prompt_token_ids), request.output_tokens, context, f"Request {number}: ")
+    return requests
