@@ -293,7 +293,7 @@ def main() -> int:
             else:
                 outcome, lines = compare((old / name).read_text(), (new / name).read_text())
             others += outcome not in ("identical", "reordered")
-            print(f"{name:48} {outcome}", *lines, sep="\n    ")
+            print(f"{name:56} {outcome}", *lines, sep="\n    ", flush=True)
     return int(others > 0)
 
 

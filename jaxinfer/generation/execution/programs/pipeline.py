@@ -42,7 +42,7 @@ class RingSchedule(NamedTuple):
     stride: jax.Array
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """The part of a model that this device has.
 
     Attributes:
@@ -144,7 +144,7 @@ class Pipeline:
       micro_batches: M, with the empty ones.
     """
 
-    stage: Stage
+    stage: PipelineStage
     schedule: RingSchedule
     micro_batches: int
 

@@ -23,8 +23,8 @@ from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.pipeline import (
     AXIS,
     Pipeline,
+    PipelineStage,
     RingSchedule,
-    Stage,
     Tick,
     joined,
     share_last,
@@ -413,7 +413,7 @@ def _pipeline(
 ) -> Pipeline:
     """Make the pipeline of a step."""
     assert static.stages is not None
-    return Pipeline(Stage(model, adapters, axis_index(AXIS), static.stages), schedule, sizes.micro_batches)
+    return Pipeline(PipelineStage(model, adapters, axis_index(AXIS), static.stages), schedule, sizes.micro_batches)
 
 
 def build(static: DecoderStatic, sizes: Ring) -> Callable[..., Any]:
