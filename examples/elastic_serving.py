@@ -27,7 +27,7 @@ from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure
 from jaxinfer.evaluation.elastic.report import write_report
 from jaxinfer.evaluation.elastic.runs import Run, write_run
-from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.simulator import ServedTrace
 from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at
 
@@ -50,7 +50,7 @@ def serve(
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = send_queries(service, queries, tests, watch=dashboard.watch)
     print()
-    served = Served(answers=answers, best=measured.best(queries))
+    served = ServedTrace(answers=answers, best=measured.best(queries))
     return Run.from_served(
         served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall"
     )

@@ -284,6 +284,7 @@ def logits(
     rotary = rotary_table(model.cfg.positions, positions)
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
+        assert layer.mlp_norm is not None
         x += attend(layer.attention, layer.attention_norm(x), rotary)
         x += mlp(layer.mlp, layer.mlp_norm(x))
     assert model.final_norm is not None

@@ -4,7 +4,7 @@ import sys
 
 from jaxinfer import SamplingParams
 
-MOST = 120
+MOST = 115
 """Calls in a decode step of one row."""
 
 
