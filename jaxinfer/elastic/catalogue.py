@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from jaxinfer.compiled import Costs, ExecutableStore, Origin
+from jaxinfer.compiled import ExecutableStore, Origin
 from jaxinfer.compiled.background import Step
 from jaxinfer.elastic.answers import Classification
 from jaxinfer.elastic.errors import LevelError
@@ -20,8 +20,9 @@ from jaxinfer.elastic.programs import LevelAndSize, LevelPrograms, image_bytes
 from jaxinfer.elastic.runner import best_labels
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.execution.costs import open_costs
 from jaxinfer.fields import check
-from jaxinfer.models.devices import device_name, devices_of
+from jaxinfer.models.devices import devices_of
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
 from jaxinfer.serving.budget import Reservation, sizes_of
@@ -61,14 +62,13 @@ class LevelCatalogue:
             store=ExecutableStore(),
         )
         options = f"prompt_mode={levels.prompt_mode}, max_tasks={config.max_tasks}, max_classes={config.max_classes}"
-        costs = Costs.open(
-            device=device_name(devices_of(model.mesh)[0]),
-            model={
-                "config": str(model.description.config),
-                "weights": str(model.weights),
-                "options": options + ("" if config.kernels else f", kernels={config.kernels}"),
-                **({"mesh": model.layout} if model.mesh is not None else {}),
-            },
+        costs = open_costs(
+            devices_of(model.mesh)[0],
+            mesh=model.layout,
+            kernels=config.kernels,
+            config=model.description.config,
+            weights=model.weights,
+            options=options,
         )
         self.latency = LatencyProfile(costs, _merged(programs))
         self.lock = threading.Lock()

@@ -16,7 +16,7 @@ from jaxinfer.cli import app
 from jaxinfer.cli.generate import generate
 from jaxinfer.compiled import cpu_library
 from jaxinfer.compiled.cpu_library import LibraryState, library_state
-from jaxinfer.generation.api.build import open_costs
+from jaxinfer.generation.api.build import engine_costs
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model, open_model
@@ -267,7 +267,7 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
 
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     assert "No programs of this model were measured on" in shown(model)
-    costs = open_costs(load_model(model), EngineConfig(max_batch=1, context=16).deciding_costs, kernels=True)
+    costs = engine_costs(load_model(model), EngineConfig(max_batch=1, context=16).deciding_costs, kernels=True)
     for batch in (1, 2, 4):
         for _ in range(3):
             costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)

@@ -122,7 +122,7 @@ def with_speculation(path, **options):
 def with_costs(costs, path, **options):
     """An engine that knows these costs, and learns no others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key, **options: costs)
+        patch.setattr("jaxinfer.generation.api.loading.engine_costs", lambda *key, **options: costs)
         return LLM(path, **options)
 
 

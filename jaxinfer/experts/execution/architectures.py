@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramSpec
 from jaxinfer.disk_cache import keys
+from jaxinfer.execution.costs import open_costs
 from jaxinfer.execution.forward import BatchSize, Forward, batch_sharding, batch_sizes
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.experts.execution.place import RULES, Place
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
-from jaxinfer.models.devices import device_name
 from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
@@ -134,20 +134,21 @@ class ArchitecturePrograms:
         return self.forward.run((list(leaves),), inputs)
 
 
-def open_costs(architecture: Architecture, place: Place, *, sharers: int, disk: str, kernels: bool = True) -> Costs:
-    """Open the record of an architecture's costs at a place, which is kept on disk.
+def architecture_costs(
+    architecture: Architecture, place: Place, *, sharers: int, disk: str, kernels: bool = True
+) -> Costs:
+    """Open the record of an architecture's costs at a place.
 
     Args:
+      architecture: the architecture.
+      place: the place.
       sharers: number of executors that share the place and slow one another.
       disk: the disk that the experts are on.
       kernels: whether operations may run as kernels.
     """
-    key = {"architecture": str(architecture), "executors": str(sharers), "disk": disk}
-    if not kernels:
-        key["kernels"] = "False"
-    if place.mesh is not None:
-        key["mesh"] = axes_text(place.mesh)
-    return Costs.open(device=device_name(place.devices[0]), model=key)
+    mesh = "" if place.mesh is None else axes_text(place.mesh)
+    device = place.devices[0]
+    return open_costs(device, mesh=mesh, kernels=kernels, architecture=architecture, executors=sharers, disk=disk)
 
 
 def cost_of(costs: Costs, batch: int) -> Cost | None:

@@ -14,8 +14,8 @@ from jaxinfer.experts.errors import ProfileError
 from jaxinfer.experts.execution.architectures import (
     PROGRAM,
     ArchitecturePrograms,
+    architecture_costs,
     cost_of,
-    open_costs,
 )
 from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
@@ -67,7 +67,7 @@ def measure(
       remeasure: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
-    costs = open_costs(
+    costs = architecture_costs(
         programs.architecture, programs.place, sharers=sharers, disk=loader.disk(expert), kernels=programs.kernels
     )
     lanes = programs.place.lanes

@@ -13,6 +13,7 @@ from msgspec import Meta
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.compiled.cpu_library import cpu_library
+from jaxinfer.execution.costs import open_costs
 from jaxinfer.fields import check, shown
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
@@ -44,7 +45,7 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import DecoderConfig, EncoderConfig
-from jaxinfer.models.devices import AnyMesh, device_name, devices_of
+from jaxinfer.models.devices import AnyMesh, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Reservation, sizes_of
 from jaxinfer.sharding import MeshFile, ShardingRules
@@ -306,25 +307,24 @@ def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placemen
     reservation.resize(sizes_of(devices, each, host=host))
 
 
-def open_costs(
+def engine_costs(
     model: OpenedModel, options: Mapping[str, object], *, kernels: bool, logits_processors: Iterable[str] = ()
 ) -> Costs:
-    """Open the record of a model's programs on disk, under everything that decides how long they take.
+    """Open the record of the programs of a model's engine.
 
-    Left out is what only decides which programs there are, or the size of arrays that a step reads in part (the number
-    of pages depends on free memory): a restart should find what the process before it learnt.
+    Its key leaves out what only decides which programs there are, or the size of arrays that a step reads in part (the
+    number of pages depends on free memory): a restart should find what the process before it learnt.
 
     options: those of the engine's sizes that decide costs.
     """
     library = cpu_library() if kernels else None
-    options = {**options, "cpu_kernels": library and library.level}
-    return Costs.open(
-        device=device_name(devices_of(model.mesh)[0]),
-        model={
-            "config": str(model.description.config),
-            "weights": f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
-            "mesh": model.layout,
-            "options": ", ".join(f"{name}={value}" for name, value in options.items()),
-            "logits_processors": ", ".join(logits_processors),
-        },
+    return open_costs(
+        devices_of(model.mesh)[0],
+        mesh=model.layout,
+        kernels=kernels,
+        config=model.description.config,
+        weights=f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
+        options=", ".join(f"{name}={value}" for name, value in options.items()),
+        cpu_kernels=library and library.level,
+        logits_processors=", ".join(logits_processors),
     )

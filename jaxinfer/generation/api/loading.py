@@ -15,7 +15,7 @@ from jaxinfer.generation.api.build import (
     ModelOptions,
     build_engine,
     check_processors,
-    open_costs,
+    engine_costs,
     place_model,
     split_options,
 )
@@ -131,7 +131,7 @@ def load_decoder(
     if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept
         engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
     config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
-    costs = open_costs(opened, config.deciding_costs, kernels=config.kernels, logits_processors=logits_processors)
+    costs = engine_costs(opened, config.deciding_costs, kernels=config.kernels, logits_processors=logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config, placement = place_model(
         opened,
@@ -185,7 +185,7 @@ def load_encoder(
             f"Embedder.level={config.level} is not supported for a model that takes the last token's vector, which may "
             "be merged into another; leave it out."
         )
-    costs = open_costs(opened, config.deciding_costs, kernels=config.kernels)
+    costs = engine_costs(opened, config.deciding_costs, kernels=config.kernels)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config, placement = place_model(
         opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
@@ -236,7 +236,7 @@ def load_image_embedder(
     remedy = "use quantize='int4' or a smaller dtype, or close another model"
     reservation.resize(sizes_of(devices_of(mesh), tenants), remedy=remedy)
     model = opened.load()
-    costs = open_costs(model, {"level": level}, kernels=kernels)
+    costs = engine_costs(model, {"level": level}, kernels=kernels)
     engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels, costs=costs)
     return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation)
 

@@ -166,7 +166,7 @@ def test_speculation(name, model, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={5: 12.0})
     prompts = [[3, 1, 4, *[5] * 6]]
     alone = generate(LLM(model, max_decode_passes=1, **ONE), params, prompts)
-    monkeypatch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key, **options: costs)
+    monkeypatch.setattr("jaxinfer.generation.api.loading.engine_costs", lambda *key, **options: costs)
     llm = LLM(model, num_speculative_tokens=4, max_decode_passes=1, **ONE)
     assert generate(llm, params, prompts) == alone
     assert llm.stats().accepted_tokens > 0

@@ -125,7 +125,7 @@ def test_structured_outputs_and_beams(moe_llm, by_hand):
 @pytest.mark.slow
 def test_speculation_changes_no_token(moe_dirs, moe_llm, monkeypatch):
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
-    monkeypatch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key, **options: costs)
+    monkeypatch.setattr("jaxinfer.generation.api.loading.engine_costs", lambda *key, **options: costs)
     llm = LLM(moe_dirs["shared"], **{**OPTIONS, "max_batch": 1, "num_speculative_tokens": 4, "max_decode_passes": 1})
     prompt, bias = [5, 6, 7, 8, 9] * 4, dict.fromkeys((5, 6, 7, 8, 9), 6.0)
     params = dataclasses.replace(GREEDY, max_tokens=40, logit_bias=bias)

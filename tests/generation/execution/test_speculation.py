@@ -48,7 +48,7 @@ def speculating(model_dir):
     # Speculation pays, however busy the machine is.
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key, **options: costs)
+        patch.setattr("jaxinfer.generation.api.loading.engine_costs", lambda *key, **options: costs)
         return LLM(
             model_dir, max_batch=1, token_budget=32, chunk_size=32, num_speculative_tokens=4, max_decode_passes=1
         )
