@@ -93,7 +93,7 @@ class ExpertManager:
     def remove_placed(self, pool: int, name: str) -> None:
         """Remove an expert that `place` has chosen and that could not be loaded."""
         if name in self._homes:
-            self.pools[pool].release(name)
+            self.pools[pool].unpin(name)
         self.pools[pool].drop(name)
 
     def can_serve(self, executor: ExecutorState, expert: ExpertInfo) -> bool:
@@ -220,7 +220,7 @@ class ExpertManager:
         if victims is None:
             return None
         if source is not None:
-            self.pools[source].use(name)
+            self.pools[source].pin(name)
             self._sources[source] += 1
         elif tier == "host":
             self._host.pin(name)
@@ -262,7 +262,7 @@ class ExpertManager:
         self.pools[load.pool].end_load(load.expert, loaded=loaded, pinned=pinned)
         self.executors[load.executor].loading = None
         if load.source is not None:
-            self.pools[load.source].release(load.expert)
+            self.pools[load.source].unpin(load.expert)
             self._sources[load.source] -= 1
         elif load.tier == "host":
             self._taken.remove(load.expert)

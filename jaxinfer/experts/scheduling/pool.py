@@ -107,13 +107,13 @@ class ModelPool:
         self._residents.remove(name)
         del self._loads[name]
 
-    def use(self, name: str) -> None:
-        """Keep an expert until `release`."""
+    def pin(self, name: str) -> None:
+        """Keep an expert until `unpin`."""
         self._residents.touch(name)
         self._residents.pin(name)
 
-    def release(self, name: str) -> None:
-        """Undo `use`."""
+    def unpin(self, name: str) -> None:
+        """Undo `pin`."""
         self._residents.unpin(name)
 
     def reserve(self, owner: str, size: int, *, spare_bytes: int = 0, keep: Iterable[str] = ()) -> list[str] | None:

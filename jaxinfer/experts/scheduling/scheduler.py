@@ -293,7 +293,7 @@ class Scheduler:
         assert batch is not None
         profile = self.manager.profile(executor, batch.expert)
         if pool.is_ready(batch.expert):
-            pool.use(batch.expert)
+            pool.pin(batch.expert)
             executor.executing, executor.ends = True, now + profile.seconds(len(batch.requests))
             actions.append(batch)
             return True
@@ -369,7 +369,7 @@ class Scheduler:
         assert executor.batch is not None
         self._settled = False
         if executor.executing:
-            executor.pool.release(executor.batch.expert)
+            executor.pool.unpin(executor.batch.expert)
         self.manager.take_back(executor)
         executor.batch, executor.executing = None, False
 

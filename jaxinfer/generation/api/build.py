@@ -318,13 +318,12 @@ def engine_costs(
     options: those of the engine's sizes that decide costs.
     """
     library = cpu_library() if kernels else None
+    options = {**options, "cpu_kernels": library and library.level}
     return open_costs(
         devices_of(model.mesh)[0],
         mesh=model.layout,
-        kernels=kernels,
         config=model.description.config,
         weights=f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
         options=", ".join(f"{name}={value}" for name, value in options.items()),
-        cpu_kernels=library and library.level,
         logits_processors=", ".join(logits_processors),
     )

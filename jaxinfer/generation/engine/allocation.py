@@ -118,12 +118,12 @@ class Allocator:
         Raises ValueError or OSError if its adapter cannot be read.
         """
         sequence = allocation.sequence
-        adapter_index = self._acquire_adapter(sequence, wait=wait)
+        adapter_index = self._pin_adapter(sequence, wait=wait)
         if adapter_index is None:
             return None
         taken = self._take_pages(sequence, spare)
         if taken is None:
-            self._release_adapter(sequence)
+            self._unpin_adapter(sequence)
             return None
         allocation.slot, allocation.adapter_index = self._free_slots.pop(), adapter_index
         allocation.pages = array("i", taken.pages)
@@ -227,7 +227,7 @@ class Allocator:
         self.pages.release(allocation.pages)
         self._free_slots.append(allocation.slot)
         if allocation.adapter_index:
-            self._release_adapter(allocation.sequence)
+            self._unpin_adapter(allocation.sequence)
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
@@ -241,14 +241,14 @@ class Allocator:
         if sequence.params.adapter is not None and self.adapters is not None:
             self.adapters.prefetch(sequence.params.adapter)
 
-    def _acquire_adapter(self, sequence: Sequence, *, wait: bool) -> int | None:
+    def _pin_adapter(self, sequence: Sequence, *, wait: bool) -> int | None:
         """The index of its adapter on the device, 0 without one; None while it is read or all are in use."""
         name = sequence.params.adapter
-        return 0 if name is None or self.adapters is None else self.adapters.acquire(name, wait=wait)
+        return 0 if name is None or self.adapters is None else self.adapters.pin(name, wait=wait)
 
-    def _release_adapter(self, sequence: Sequence) -> None:
+    def _unpin_adapter(self, sequence: Sequence) -> None:
         if sequence.params.adapter is not None and self.adapters is not None:
-            self.adapters.release(sequence.params.adapter)
+            self.adapters.unpin(sequence.params.adapter)
 
     def reset(self) -> None:
         """Take everything back, whatever state the records are in, and forget what the device holds."""

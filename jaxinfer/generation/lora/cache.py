@@ -65,7 +65,7 @@ class AdapterCache:
     def prefetch(self, name: str) -> None:
         """Begin to read a known adapter that is needed soon; at most as many are read ahead as fit the device.
 
-        An adapter that cannot be read is an error of the `acquire` that needs it.
+        An adapter that cannot be read is an error of the `pin` that needs it.
         """
         for other in [other for other, read in self._reading.items() if read.done() and read.error is None]:
             self._keep(other)
@@ -86,8 +86,8 @@ class AdapterCache:
         self._host.add(name, adapter, adapter.nbytes)
         return adapter
 
-    def acquire(self, name: str, *, wait: bool = True) -> int | None:
-        """Pin an adapter and return its index, valid until `release`; None while all are pinned by other adapters.
+    def pin(self, name: str, *, wait: bool = True) -> int | None:
+        """Pin an adapter and return its index, valid until `unpin`; None while all are pinned by other adapters.
 
         wait: whether to wait for its files, rather than return None until they are read.
         Raises ValueError if the adapter is unknown or cannot be read; then nothing has changed.
@@ -124,8 +124,8 @@ class AdapterCache:
         self._empty = list(range(self.size, 0, -1))
         self._uploads.clear()
 
-    def release(self, name: str) -> None:
-        """Undo one `acquire`. The adapter stays until another one needs its place."""
+    def unpin(self, name: str) -> None:
+        """Undo one `pin`. The adapter stays until another one needs its place."""
         try:
             self._device.unpin(name)
         except ValueError as error:

@@ -340,13 +340,13 @@ def test_an_adapter_gets_its_place_though_another_lane_has_more_for_the_one_befo
 
 
 def test_no_lane_waits_for_a_file_while_another_runs(adapters, monkeypatch):
-    waits, acquire = [], adapters.acquire
+    waits, pin = [], adapters.pin
 
     def noted(name, *, wait):
         waits.append((name, wait))
-        return acquire(name, wait=wait)
+        return pin(name, wait=wait)
 
-    monkeypatch.setattr(adapters, "acquire", noted)
+    monkeypatch.setattr(adapters, "pin", noted)
     simulation = Simulation(Random(0), 2, slots=1, pages=12, adapters=adapters)
     simulation.add([0], max_tokens=8, stop_token_ids=())
     simulation.add([1], adapter="one", max_tokens=2, stop_token_ids=())

@@ -52,7 +52,7 @@ def delete_weights(folder):
 @given(
     size=st.integers(1, 3),
     held=st.integers(0, 3),
-    steps=st.lists(st.tuples(st.sampled_from(["acquire", "release"]), st.sampled_from(NAMES)), max_size=40),
+    steps=st.lists(st.tuples(st.sampled_from(["pin", "unpin"]), st.sampled_from(NAMES)), max_size=40),
 )
 def test_pins_and_evictions_are_those_of_a_plain_model(folders, size, held, steps):
     under_test = cache_of(folders, size=size, held=held)
@@ -62,18 +62,18 @@ def test_pins_and_evictions_are_those_of_a_plain_model(folders, size, held, step
     )  # name -> index of every request that has it; names that nobody has, released longest ago first
     device = {}
     for action, name in steps:
-        if action == "release":
+        if action == "unpin":
             if name in pins:
-                under_test.release(name)
+                under_test.unpin(name)
                 pins[name].pop()
                 if not pins[name]:
                     del pins[name]
                     unused.append(name)
             else:
                 with pytest.raises(ValueError, match=f"'{name}' was released more often"):
-                    under_test.release(name)
+                    under_test.unpin(name)
         else:
-            index = under_test.acquire(name)
+            index = under_test.pin(name)
             uploads = under_test.take_uploads()
             resident = name in pins or name in unused
             assert (index is None) == (not resident and len(pins) == size)
@@ -96,7 +96,7 @@ def test_pins_and_evictions_are_those_of_a_plain_model(folders, size, held, step
 
 def test_an_upload_is_the_padded_adapter(folders):
     cache = cache_of(folders)
-    index = cache.acquire("c")
+    index = cache.pin("c")
     [(place, adapter)] = cache.take_uploads()
     assert (place, adapter.max_rank) == (index, RANK)
     expected = read_adapter(folders["c"], "tiny", CONFIG, max_rank=RANK)
@@ -109,10 +109,10 @@ def test_an_upload_is_the_padded_adapter(folders):
 
 def test_who_waits_for_a_slot_reads_nothing(own):
     cache = cache_of(own, size=1)
-    cache.acquire("a")
+    cache.pin("a")
     delete_weights(own["b"])
-    assert cache.acquire("b") is None
-    assert cache.acquire("a") == 1
+    assert cache.pin("b") is None
+    assert cache.pin("a") == 1
 
 
 def test_files_are_read_ahead_and_nobody_waits_who_need_not(own, monkeypatch):
@@ -127,14 +127,14 @@ def test_files_are_read_ahead_and_nobody_waits_who_need_not(own, monkeypatch):
     cache = cache_of(own, size=2)
     cache.prefetch("a")
     assert begun.wait(60)
-    assert cache.acquire("a", wait=False) is None
+    assert cache.pin("a", wait=False) is None
     may_end.set()
-    assert cache.acquire("a") == 1
+    assert cache.pin("a") == 1
     delete_weights(own["a"])
     cache.prefetch("a")  # which it needs not
     cache.prefetch("unknown")
     cache.prefetch("b")
-    assert cache.acquire("b") == 2
+    assert cache.pin("b") == 2
     cache.check_integrity()
 
 
@@ -151,9 +151,9 @@ def test_what_has_been_read_ahead_makes_room_for_the_next(own):
         cache.prefetch(name)
         wait_until_read(cache, name)
         delete_weights(own[name])
-    assert cache.acquire("a") == 1
-    cache.release("a")
-    assert cache.acquire("b") == 1
+    assert cache.pin("a") == 1
+    cache.unpin("a")
+    assert cache.pin("b") == 1
     cache.check_integrity()
 
 
@@ -164,8 +164,8 @@ def test_what_cannot_be_read_ahead_is_an_error_of_who_needs_it(own):
     wait_until_read(cache, "a")
     cache.prefetch("b")
     with pytest.raises(ValueError, match="adapter_model"):
-        cache.acquire("a")
-    assert cache.acquire("b") == 1
+        cache.pin("a")
+    assert cache.pin("b") == 1
     cache.check_integrity()
 
 
@@ -174,20 +174,20 @@ def test_no_more_is_read_ahead_than_the_device_has_room_for(folders):
     for name in NAMES:
         cache.prefetch(name)
     assert len(cache._reading) <= 2
-    assert cache.acquire("e") == 1
+    assert cache.pin("e") == 1
     cache.check_integrity()
 
 
 def test_the_adapter_released_longest_ago_leaves(folders):
     cache = cache_of(folders, size=3)
-    place = {name: cache.acquire(name) for name in "abc"}
+    place = {name: cache.pin(name) for name in "abc"}
     for name in "bca":
-        cache.release(name)
-    cache.acquire("c"), cache.release("c")  # used again: now a is older
+        cache.unpin(name)
+    cache.pin("c"), cache.unpin("c")  # used again: now a is older
     cache.take_uploads()
-    assert cache.acquire("d") == place["b"]
-    assert cache.acquire("e") == place["a"]
-    assert cache.acquire("c") == place["c"]
+    assert cache.pin("d") == place["b"]
+    assert cache.pin("e") == place["a"]
+    assert cache.pin("c") == place["c"]
     assert [index for index, _ in cache.take_uploads()] == [place["b"], place["a"]]
 
 
@@ -196,8 +196,8 @@ def test_host_memory_spares_the_disk(own):
 
     def place(name):
         cache.take_uploads()
-        assert cache.acquire(name) == 1
-        cache.release(name)
+        assert cache.pin(name) == 1
+        cache.unpin(name)
         assert [adapter.info.folder for _, adapter in cache.take_uploads()] == [own[name]]
 
     for name in "abc":  # a leaves host memory
@@ -208,32 +208,32 @@ def test_host_memory_spares_the_disk(own):
     place("b")
     for name in "ac":
         with pytest.raises(ValueError, match=rf"{name}/adapter_model\.safetensors: no such file"):
-            cache.acquire(name)
+            cache.pin(name)
 
 
 def test_a_file_that_fails_changes_nothing(own):
     cache = cache_of(own)
-    cache.acquire("a"), cache.acquire("b"), cache.release("a")
+    cache.pin("a"), cache.pin("b"), cache.unpin("a")
     cache.take_uploads()
     file = own["c"] / "adapter_model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     with pytest.raises(ValueError, match=r"c/adapter_model\.safetensors: truncated or corrupt"):
-        cache.acquire("c")
+        cache.pin("c")
     assert not cache.take_uploads()
     cache.check_integrity()
-    assert cache.acquire("a") is not None  # not evicted
+    assert cache.pin("a") is not None  # not evicted
     assert not cache.take_uploads()
-    cache.release("a")
+    cache.unpin("a")
     file.write_bytes(content)
-    assert cache.acquire("c") is not None
+    assert cache.pin("c") is not None
 
 
 def test_a_rank_that_grew_since_registration(own):
     cache = cache_of(own)
     save(own["a"], rank=RANK + 1)
     with pytest.raises(ValueError, match="rank 5 is more than the 4 that are reserved"):
-        cache.acquire("a")
+        cache.pin("a")
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -243,8 +243,8 @@ def test_files_that_changed_are_refused_and_equal_ones_are_not(own, ahead):
     def place(name):
         if ahead:
             cache.prefetch(name)
-        assert cache.acquire(name) == 1
-        cache.release(name)
+        assert cache.pin(name) == 1
+        cache.unpin(name)
 
     place("a"), place("b")
     save(own["a"])  # the same again
@@ -270,7 +270,7 @@ def test_registration(tmp_path):
     delete_weights(folder)  # not read yet
     cache.register("a", folder)
     cache.check("a")
-    for ask in (cache.check, cache.acquire):
+    for ask in (cache.check, cache.pin):
         with pytest.raises(ValueError, match="unknown adapter 'b'; known: a"):
             ask("b")
     with pytest.raises(ValueError, match=r"adapter 'a' is .*/a already; choose another name"):
