@@ -20,12 +20,12 @@ from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
 from jaxinfer.streaming.model import stream_model
-from jaxinfer.streaming.prediction import Pass, measure_disk, plan_pass
+from jaxinfer.streaming.prediction import PassTraffic, measure_disk, plan_pass
 from tests.tiny import CONFIG
 
 WHOLE = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
 
-SIXTEEN = Pass(
+SIXTEEN = PassTraffic(
     moved={"disk": 16 << 30}, bandwidths={"disk": float(16 << 30)}, parameters=8 << 30, weight_bytes=1, flops=64e12
 )
 
