@@ -64,7 +64,7 @@ class LevelCatalogue:
         options = f"prompt_mode={levels.prompt_mode}, max_tasks={config.max_tasks}, max_classes={config.max_classes}"
         costs = open_costs(
             devices_of(model.mesh)[0],
-            mesh=model.layout,
+            mesh=model.mesh_text,
             kernels=config.kernels,
             config=model.description.config,
             weights=model.weights,

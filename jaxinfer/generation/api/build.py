@@ -321,7 +321,7 @@ def engine_costs(
     options = {**options, "cpu_kernels": library and library.level}
     return open_costs(
         devices_of(model.mesh)[0],
-        mesh=model.layout,
+        mesh=model.mesh_text,
         config=model.description.config,
         weights=f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
         options=", ".join(f"{name}={value}" for name, value in options.items()),

@@ -236,7 +236,7 @@ def load_image_embedder(
     remedy = "use quantize='int4' or a smaller dtype, or close another model"
     reservation.resize(sizes_of(devices_of(mesh), tenants), remedy=remedy)
     model = opened.load()
-    costs = engine_costs(model, {"level": level}, kernels=kernels)
+    costs = engine_costs(model, {"level": level, "kernels": kernels}, kernels=kernels)
     engine = ImageEngine(model, max_batch=max_batch, level=level, kernels=kernels, costs=costs)
     return LoadedEngine(engine=engine, model=model, tokenizer=None, reservation=reservation)
 

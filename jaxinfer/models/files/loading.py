@@ -32,7 +32,7 @@ from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import QuantizedFormat, Weights
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 from jaxinfer.progress import long_work
-from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules
+from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules, axes_text
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -111,12 +111,10 @@ class OpenedModel:
         return devices.devices_of(self.mesh)[0].platform
 
     @property
-    def layout(self) -> str:
+    def mesh_text(self) -> str:
         """The mesh and its rules in words, by which records of costs differ; empty for one device."""
-        if self.mesh is None:
-            return ""
-        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return axes if self.rules == ShardingRules() else f"{axes}, {self.rules}"
+        axes = "" if self.mesh is None else axes_text(self.mesh)
+        return f"{axes}, {self.rules}" if axes and self.rules != ShardingRules() else axes
 
     @property
     def lanes(self) -> int:

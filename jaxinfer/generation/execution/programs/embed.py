@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.compiled.spec import shapes_of
+from jaxinfer.execution.forward import batch_sharding
 from jaxinfer.models import EncoderConfig, WeightFormat
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, TokenAdaptation
@@ -66,12 +67,10 @@ def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
 
 def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tuple[int, int]]]:
     """The spec for an engine, whose buckets are pairs of rows and tokens. level: as in `EncoderEngineConfig`."""
-    leaves, mesh, rules = shapes_of(model.leaves.values()), model.mesh, model.rules
+    leaves, sharding = shapes_of(model.leaves.values()), batch_sharding(model.mesh, model.rules)
 
     def arguments(sizes: Embed) -> tuple[Any, ...]:
-        shape = jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32)
-        if mesh is not None:
-            shape = shape.update(sharding=rules.sharding(mesh, ["batch", None], shape.shape))
+        shape = jax.ShapeDtypeStruct((sizes.batch, sizes.tokens), jnp.int32, sharding=sharding)
         return leaves, shape, shape
 
     return ProgramSpec(
@@ -80,5 +79,5 @@ def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tupl
         static=EncoderStatic.from_model(model, level),
         arguments=arguments,
         reachable=lambda shapes: (Embed(batch=rows, tokens=length) for rows, length in shapes),
-        out_shardings=lambda sizes: None if mesh is None else rules.sharding(mesh, ["batch", None], [sizes.batch, 1]),
+        out_shardings=lambda sizes: sharding,
     )
