@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _Prompts = Annotated[list[Size], Meta(description="a list of integers >= 1")]
 
-Plan = Callable[[Mapping[str, Task]], Callable[[], None]]
+CheckPlan = Callable[[Mapping[str, Task]], Callable[[], None]]
 """Checks that queries of these tasks can be planned, and returns a function that begins to plan for them."""
 
 
@@ -171,7 +171,7 @@ class TaskRegistrar:
         self,
         name: str,
         dataset: Dataset,
-        plan: Plan,
+        check_plan: CheckPlan,
         *,
         prompts: Sequence[int] = (),
         division: Division | None = None,
@@ -205,16 +205,18 @@ class TaskRegistrar:
                 division=division,
                 version=version,
             )
-            return self._install(task, validation, plan)
+            return self._install(task, validation, check_plan)
 
-    def profile(self, name: str, validation: Dataset, plan: Plan) -> Task:
+    def profile(self, name: str, validation: Dataset, check_plan: CheckPlan) -> Task:
         """Measure a task's accuracy again, and keep it as a new version; an error leaves everything as it was."""
         with self._registration():
             task = self.task(name)
             validation = self._checked(validation, task.labels)
             version = self.repository.next_version(name, new_version=True)
             remeasure = not self._catalogue.is_serving
-            return self._install(dataclasses.replace(task, version=version), validation, plan, remeasure=remeasure)
+            return self._install(
+                dataclasses.replace(task, version=version), validation, check_plan, remeasure=remeasure
+            )
 
     @contextlib.contextmanager
     def _registration(self) -> Iterator[None]:
@@ -232,7 +234,7 @@ class TaskRegistrar:
         check_images(validation.images, self._catalogue.adaptations.config.image_size)
         return validation.with_names(labels)
 
-    def _install(self, task: Task, validation: Dataset, plan: Plan, *, remeasure: bool = False) -> Task:
+    def _install(self, task: Task, validation: Dataset, check_plan: CheckPlan, *, remeasure: bool = False) -> Task:
         """Profile a task, keep it, and serve it; if that fails, the service stays as it is.
 
         Other tasks' profiles stay, and so do other profiles of this version's prompts and heads.
@@ -249,15 +251,15 @@ class TaskRegistrar:
             accuracies = profile_accuracy(programs, task, validation, self._format)
             task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
             catalogue.measure(programs.levels, remeasure=remeasure, repeats=REPEATS)
-            self._serve(task, plan)
+            self._serve(task, check_plan)
         return task
 
-    def _serve(self, task: Task, plan: Plan) -> None:
+    def _serve(self, task: Task, check_plan: CheckPlan) -> None:
         """Keep a task and serve it at once. Raises ValueError if a policy at work cannot use its levels."""
         tasks = self._tasks | {task.name: task}
         lost = set(self.shared_levels()) - set(self.shared_levels(tasks))
         with self._catalogue.lock:
-            begin = plan(tasks)
+            begin = check_plan(tasks)
             self.repository.write(task)
             self._catalogue.programs.put(task)
             self._tasks = tasks

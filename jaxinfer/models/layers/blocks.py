@@ -50,7 +50,7 @@ class Product(NamedTuple):
         return self.linear.partial_sum(self.hidden, x, adapter_delta=self.delta)
 
 
-class Given(NamedTuple):
+class PlainOutput(NamedTuple):
     """An output that is there, such as that of a mixture of experts."""
 
     y: jax.Array

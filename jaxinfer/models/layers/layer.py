@@ -5,7 +5,7 @@ from flax import nnx
 
 from jaxinfer.models.config import BlockKind, DecoderConfig, TransformerConfig, ViTConfig
 from jaxinfer.models.layers.attention import Attention
-from jaxinfer.models.layers.blocks import Branch, Given, Product, make_branch, parallel
+from jaxinfer.models.layers.blocks import Branch, PlainOutput, Product, make_branch, parallel
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
@@ -117,7 +117,7 @@ class TransformerLayer(nnx.Module):
 
     def join_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Join what an MLP gave, [N, D], to the residual stream."""
-        return self._mlp_branch.join(x, Given(y))
+        return self._mlp_branch.join(x, PlainOutput(y))
 
     def _mlp(self, x: jax.Array, norm: Norm | None, deltas: AdapterDeltas) -> Product:
         """The output of the MLP from the stream's norm; None: from the stream."""
