@@ -79,7 +79,10 @@ class ServiceConfig:
 
     @classmethod
     def from_options(cls, options: ServiceOptions, config: ViTConfig) -> Self:
-        """Give the options that depend on the model their defaults."""
+        """Give the options that depend on the model their defaults. Raises TypeError for an unknown option."""
+        if unknown := options.keys() - ServiceOptions.__annotations__.keys():
+            known = ", ".join(ServiceOptions.__annotations__)
+            raise TypeError(f"Service has no option {', '.join(sorted(unknown))}; known: {known}.")
         of_model: dict[str, Any] = {
             "merge_levels": default_merge_levels(config),
             "max_waiting": default_max_waiting(image_bytes(config)),

@@ -50,6 +50,11 @@ def empty(vit, tmp_path, options):
     return Service.from_checkpoint(vit, repository=tmp_path / "tasks", **options)
 
 
+def test_unknown_options_are_refused_by_name(vit, tmp_path):
+    with pytest.raises(TypeError, match="Service has no option max_bath; known: merge_levels, prompt_mode"):
+        Service.from_checkpoint(vit, repository=tmp_path, max_bath=2)
+
+
 def probabilities(rows):
     rows = np.exp(rows - rows.max(axis=1, keepdims=True))
     return rows / rows.sum(axis=1, keepdims=True)
