@@ -191,7 +191,7 @@ class SystemConfig:
         """
         path = pathlib.Path(path)
         try:
-            content = msgspec.toml.decode(path.read_bytes())
+            content = msgspec.toml.decode(path.read_text(encoding="utf-8"))
             _check_fields(content)
             file = msgspec.convert(content, _File)
             config = cls(
