@@ -10,6 +10,9 @@ PACKAGES = {
     "mlxtend": ("mlxtend", "elastic"),
     "skimage": ("scikit-image", "elastic"),
     "sklearn": ("scikit-learn", "elastic"),
+    "prometheus_client": ("prometheus-client", "serve"),
+    "starlette": ("starlette", "serve"),
+    "uvicorn": ("uvicorn", "serve"),
 }
 """Modules that are imported after `require_extra` -> their package, and the extra that has it."""
 

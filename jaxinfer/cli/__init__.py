@@ -24,6 +24,7 @@ from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.moe import app as moe_app
 from jaxinfer.cli.plan import plan
+from jaxinfer.cli.serve import serve
 from jaxinfer.cli.tune import tune
 from jaxinfer.cli.verify import verify
 from jaxinfer.extras import MissingExtraError
@@ -95,7 +96,7 @@ def _main(
     logging.basicConfig(format="%(message)s", handlers=[_Notes()])
 
 
-for _command in (cache, chat, convert, embed, generate, info, inspect, plan, tune, verify):
+for _command in (cache, chat, convert, embed, generate, info, inspect, plan, serve, tune, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(elastic_app, name="elastic")

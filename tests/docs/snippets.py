@@ -29,6 +29,7 @@ NEEDS = {
     "hours": "more time than a test has",
     "network": "a network",
     "peers": "other engines (`make peers`)",
+    "server": "a server that runs, or a terminal for one",
     "torch": "PyTorch",
 }
 """Marks of blocks that are checked and not run: `<!-- needs: gpu -->` in the line before."""

@@ -52,6 +52,11 @@ class AdapterCache:
         info.require_rank(self.max_rank)
         self._infos[name] = info
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the registered adapters."""
+        return list(self._infos)
+
     def check(self, name: str) -> None:
         """Raise ValueError if no adapter has this name."""
         if name not in self._infos:

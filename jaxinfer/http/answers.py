@@ -1,0 +1,120 @@
+"""The answers of completions and chats, whole and in chunks, as the OpenAI API writes them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jaxinfer.generation.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from jaxinfer.text import Tokenizer
+
+Token = tuple[str, list[int]]
+"""A token's text, and its bytes."""
+
+
+class TokenDetails(msgspec.Struct, kw_only=True):
+    """How many of the prompt's tokens were in the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, kw_only=True):
+    """How many suggested tokens were right, and how many were not."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """The tokens of a request, over all its prompts and completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+    completion_tokens_details: OutputDetails
+
+
+def usage_of(outputs: Sequence[RequestOutput], counts: Sequence[int]) -> Usage:
+    """The usage of a request.
+
+    Args:
+      outputs: the newest output of each prompt.
+      counts: the output tokens of each prompt's completions together.
+    """
+    prompt, completion = sum(len(output.prompt_token_ids) for output in outputs), sum(counts)
+    completions = [each for output in outputs for each in output.outputs]
+    accepted = sum(each.num_accepted_tokens for each in completions)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=TokenDetails(cached_tokens=sum(output.num_cached_tokens for output in outputs)),
+        completion_tokens_details=OutputDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=sum(each.num_draft_tokens for each in completions) - accepted,
+        ),
+    )
+
+
+def finish_reason(completion: CompletionOutput) -> str | None:
+    """Why a completion ended; None while it runs."""
+    return None if completion.finish_reason is None else str(completion.finish_reason)
+
+
+class Logprobs:
+    """Log probabilities in the two forms of the API."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+
+    def _text(self, token: int) -> str:
+        text = None if self._tokenizer is None else self._tokenizer.text_of(token)
+        return f"token_id:{token}" if text is None else text
+
+    def of_completion(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], offset: int
+    ) -> dict[str, Any]:
+        """The form of `/v1/completions`. offset: characters of the text before the first of these tokens."""
+        texts = [self._text(token) for token in tokens]
+        offsets = [offset]
+        for text in texts[:-1]:
+            offsets.append(offsets[-1] + len(text))
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [entry and self._top(entry) for entry in entries],
+            "text_offset": offsets[: len(texts)],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens by their texts; parts of characters have equal ones, so later ones go by their ids."""
+        top: dict[str, float] = {}
+        for token, logprob in entry.top.items():
+            text = self._text(token)
+            top[f"token_id:{token}" if text in top else text] = _finite(logprob)
+        return top
+
+    def of_chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The form of `/v1/chat/completions`."""
+        return {
+            "content": [
+                self._entry(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._entry(token, value) for token, value in entry.top.items()]}
+                for entry in entries
+            ]
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    """A number that JSON has: -9999 in place of -inf, as OpenAI writes it."""
+    return logprob if math.isfinite(logprob) else -9999.0

@@ -1,0 +1,48 @@
+"""What a client may do: keys, and the size and time of its requests."""
+
+import dataclasses
+import hmac
+
+from starlette.requests import Request
+
+from jaxinfer.fields import AtLeast1, Positive, check_fields
+from jaxinfer.http.errors import BadRequestError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a server.
+
+    Attributes:
+      api_keys: the keys of which a request must have one ("Authorization: Bearer KEY"); none: anybody may ask.
+      max_body_bytes: bytes of a body.
+      max_prompts: prompts of one completion.
+      timeout: seconds after which a request is given up, the time that it waits included; None: never.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: AtLeast1 = 8 << 20
+    max_prompts: AtLeast1 = 256
+    timeout: Positive | None = 600.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check_key(self, request: Request) -> None:
+        """Raise BadRequestError unless the request has one of the keys. Its time does not depend on the key."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        known = [hmac.compare_digest(given, each.encode()) for each in self.api_keys]
+        if self.api_keys and not any(known):
+            raise BadRequestError("the API key is missing or wrong.", status=401, code="invalid_api_key")
+
+    async def read_body(self, request: Request) -> bytes:
+        """Read a body. Raises BadRequestError for one that is too large, before all of it is read."""
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                raise BadRequestError(
+                    f"the body has more than {self.max_body_bytes:,} bytes.", status=413, code="request_too_large"
+                )
+        return bytes(body)

@@ -1,0 +1,200 @@
+"""Metrics of a server, in Prometheus' text format."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from jaxinfer.generation.api.async_llm import AsyncLLM
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.stats import EngineStats
+from jaxinfer.generation.outputs import FinishReason, RequestOutput
+from jaxinfer.serving import ServingError
+
+ALIASES = {
+    "vllm:num_requests_running": "jaxinfer_requests_running",
+    "vllm:num_requests_waiting": "jaxinfer_requests_waiting",
+    "vllm:kv_cache_usage_perc": "jaxinfer_kv_cache_usage",
+    "vllm:cache_config_info": "jaxinfer_kv_cache_info",
+    "vllm:prefix_cache_queries": "jaxinfer_prompt_tokens",
+    "vllm:prefix_cache_hits": "jaxinfer_cached_prompt_tokens",
+    "vllm:time_to_first_token_seconds": "jaxinfer_time_to_first_token_seconds",
+    "vllm:admission_rejections": "jaxinfer_admission_rejections",
+}
+"""Names that gateways and dashboards read -> our own families. Counters' samples end in `_total`, under both names.
+
+`vllm:lora_requests_info` is missing: the engine does not tell other threads which adapters its requests use.
+"""
+
+ALIAS_LABELS = {"model": "model_name", "page_tokens": "block_size", "pages": "num_gpu_blocks"}
+"""Our labels -> those of the aliases."""
+
+# Upper bounds in seconds.
+_TO_FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TOTAL = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class Metrics:
+    """Metrics of one model's server. Its methods may be called from any thread.
+
+    The engine is read at each scrape. Once it has closed, a scrape shows the other metrics only.
+
+    Args:
+      llm: the model.
+      name: the model's name, the label `model` of each metric.
+    """
+
+    def __init__(self, llm: AsyncLLM, name: str):
+        def histogram(metric: str, help: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(metric, help, ["model"], buckets=bounds, registry=None)
+
+        first = histogram(
+            "jaxinfer_time_to_first_token_seconds",
+            "Seconds from a request to a completion's first token.",
+            _TO_FIRST_TOKEN,
+        )
+        total = histogram("jaxinfer_request_seconds", "Seconds from a request to a completion's last token.", _TOTAL)
+        token = histogram(
+            "jaxinfer_time_per_output_token_seconds",
+            "Mean seconds of a completion's tokens after its first.",
+            _PER_TOKEN,
+        )
+        responses = Counter(
+            "jaxinfer_http_responses", "HTTP responses.", ["model", "endpoint", "status"], registry=None
+        )
+        rejections = Counter(
+            "jaxinfer_admission_rejections", "Requests refused with status 429.", ["model"], registry=None
+        )
+        # Each `labels` call makes a series, which shows 0 from the start.
+        self._first, self._total, self._token = first.labels(name), total.labels(name), token.labels(name)
+        self._rejections, self._responses, self._name = rejections.labels(name), responses, name
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_Families(llm, name, [first, total, token, responses, rejections]))
+
+    def ended(self, output: RequestOutput) -> None:
+        """Count the seconds of a request's completions. Call it once a request, with its last output."""
+        for completion in output.outputs:
+            timings = completion.timings
+            self._total.observe(timings.total_s)
+            if timings.first_token_s is not None:
+                self._first.observe(timings.first_token_s)
+            if timings.tokens_per_s:
+                self._token.observe(1 / timings.tokens_per_s)
+
+    def responded(self, endpoint: str, status: int) -> None:
+        """Count a response.
+
+        Args:
+          endpoint: the path of its route, such as "/v1/models/{model}". Not the client's path: each value is kept.
+          status: its HTTP status.
+        """
+        self._responses.labels(self._name, endpoint, str(status)).inc()
+        if status == 429:
+            self._rejections.inc()
+
+    def expose(self) -> tuple[bytes, str]:
+        """Return all metrics as text, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class _Families(Collector):
+    """Makes the families of a scrape: the engine's, the server's, and the aliases of both.
+
+    Args:
+      llm: the model.
+      name: the model's name.
+      metrics: the server's own histograms and counters.
+    """
+
+    def __init__(self, llm: AsyncLLM, name: str, metrics: Sequence[Counter | Histogram]):
+        self._llm, self._name, self._metrics = llm, name, metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        families = {family.name: family for family in (*self._engine(), *self._server())}
+        yield from families.values()
+        for alias, own in ALIASES.items():
+            if own in families:
+                yield _renamed(families[own], alias)
+
+    def _server(self) -> Iterator[Metric]:
+        for metric in self._metrics:
+            yield from metric.collect()
+
+    def _engine(self) -> Iterator[Metric]:
+        """Yield what the engine counts; nothing once it has closed."""
+        try:
+            stats, config = self._llm.stats(), self._llm.engine.config
+        except ServingError:
+            return
+        yield from self._gauges(stats)
+        if isinstance(config, EngineConfig):  # an encoder has no cache
+            sizes = {"page_tokens": str(config.page_size), "pages": str(stats.num_pages)}
+            yield self._gauge("kv_cache_info", "Sizes of the KV cache, as labels; the value is 1.", 1, sizes)
+        yield from self._counters(stats)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._gauge("requests_running", "Completions that run.", stats.running)
+        yield self._gauge("requests_waiting", "Completions that wait for room.", stats.waiting)
+        yield self._gauge("kv_pages_used", "Pages of the KV cache that running completions have.", stats.used_pages)
+        yield self._gauge("kv_pages", "Pages of the KV cache.", stats.num_pages)
+        usage = stats.used_pages / stats.num_pages if stats.num_pages else 0.0
+        yield self._gauge("kv_cache_usage", "Share of the KV cache's pages in use, from 0 to 1.", usage)
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._counter("prompt_tokens", "Tokens of the prompts that have begun.", stats.prompt_tokens)
+        yield self._counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
+        yield self._counter("generated_tokens", "Output tokens.", stats.generated_tokens)
+        yield self._counter("draft_tokens", "Tokens that the n-gram proposer suggested.", stats.draft_tokens)
+        yield self._counter("accepted_tokens", "Suggested tokens that were right.", stats.accepted_tokens)
+        yield self._counter("preemptions", "Completions that gave their pages to another.", stats.preemptions)
+        yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
+        yield self._counter("compile_misses", "Programs compiled while a step waited.", stats.compile_misses)
+        reasons = {reason.value: stats.ended.get(reason, 0) for reason in FinishReason}
+        yield self._counters_by("reason", "completions_ended", "Completions that ended, by why.", reasons)
+        if (requests := stats.requests) is not None:
+            fields = ("answered", "shed", "cancelled", "failed")  # each request is in one; late ones are answered, too
+            outcomes = {field: getattr(requests, field) for field in fields}
+            yield self._counters_by("outcome", "requests_ended", "Requests that ended, by how.", outcomes)
+
+    def _gauge(self, name: str, help: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+        labels = {"model": self._name, **(labels or {})}
+        family = GaugeMetricFamily(f"jaxinfer_{name}", help, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def _counter(self, name: str, help: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"jaxinfer_{name}", help, labels=["model"])
+        family.add_metric([self._name], value)
+        return family
+
+    def _counters_by(self, label: str, name: str, help: str, values: Mapping[str, int]) -> Metric:
+        """A counter with one series for each value of a label."""
+        family = CounterMetricFamily(f"jaxinfer_{name}", help, labels=["model", label])
+        for key, value in values.items():
+            family.add_metric([self._name, key], value)
+        return family
+
+
+def _renamed(family: Metric, alias: str) -> Metric:
+    """A family's values under another name, with the labels of the aliases."""
+    renamed = Metric(alias, family.documentation, family.type)
+    renamed.samples = [
+        sample._replace(
+            name=alias + sample.name.removeprefix(family.name),
+            labels={ALIAS_LABELS.get(label, label): value for label, value in sample.labels.items()},
+        )
+        for sample in family.samples
+    ]
+    return renamed
