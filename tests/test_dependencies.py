@@ -39,6 +39,7 @@ PACKAGES = {
 TOOLS = {
     "hatch-fancy-pypi-readme": "builds the wheel",
     "hatchling": "builds the wheel",
+    "httptools": "uvicorn reads HTTP by it",
     "import-linter": "make contracts",
     "pyright": "make types",
     "ruff": "make lint",
@@ -60,11 +61,14 @@ ELSEWHERE = {
 }
 """What files import that run in environments of their own, which their docstrings tell how to make."""
 
-FIGURES = {
+WITH_EXTRAS = {
     "jaxinfer.cli.bench.plots",
     "jaxinfer.evaluation.elastic.plots",
     "jaxinfer.evaluation.elastic.report",
     "jaxinfer.evaluation.figures",
+    "jaxinfer.http.generation",
+    "jaxinfer.http.metrics",
+    "jaxinfer.http.server",
 }
 """Modules that nothing imports before `require_extra`."""
 
@@ -125,7 +129,7 @@ def test_what_is_imported_is_declared():
     files = (ROOT / "benchmarks/peers" / name for name in ("requirements.txt", "optional.txt"))
     lines = "".join(file.read_text() for file in files)
     peers = {name_of(line) for line in lines.splitlines() if not line.startswith("#")}
-    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench"))
+    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench", "serve"))
     assert not undeclared(python_files("examples"), declared("all"))
     assert not undeclared(python_files("benchmarks") - {SUITE}, declared("all") | peers)
     assert not undeclared(python_files("tests") | {SUITE}, declared("all", "dev", "docs"))
@@ -173,14 +177,14 @@ for module in pkgutil.walk_packages(jaxinfer.__path__, "jaxinfer."):
 for name in dir(jaxinfer):
     getattr(jaxinfer, name)
 print(*sorted(name for name, missing in failed if missing.partition(".")[0] in {sorted(extras.PACKAGES)}))
-assert len(failed) == {len(FIGURES)}, failed
+assert len(failed) == {len(WITH_EXTRAS)}, failed
 """
 
 
-def test_without_extras_all_but_figures_is_imported():
+def test_without_extras_all_but_these_modules_is_imported():
     done = subprocess.run([sys.executable, "-c", HIDING], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == FIGURES
+    assert set(done.stdout.split()) == WITH_EXTRAS
 
 
 def test_a_gpu_machine_gets_the_wheels_that_it_lacks():

@@ -61,12 +61,11 @@ def serve(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Serve a language model over HTTP, as the OpenAI API does.
+    """Serve a model over HTTP, as the OpenAI API does.
 
     Clients need one of the keys in the environment variable JAXINFER_API_KEY (separated by commas), if it is set.
     """
-    for package in ("uvicorn", "starlette", "prometheus_client"):
-        require_extra(package, "jaxinfer serve")
+    require_extra("uvicorn", "jaxinfer serve")
     import uvicorn
 
     from jaxinfer import AsyncLLM, http
@@ -97,6 +96,6 @@ def _adapters(texts: list[str]) -> dict[str, str]:
 
 
 def _warn(host: str, keys: tuple[str, ...]) -> None:
-    """Warn of a server that anybody can ask."""
+    """Print a warning of a server that anybody can ask."""
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         note(f"Anybody who can reach {host} may ask this server: set {KEYS} to require a key.")

@@ -59,11 +59,11 @@ def usage_of(outputs: Sequence[RequestOutput], counts: Sequence[int]) -> Usage:
 
 
 def finish_reason(completion: CompletionOutput) -> str | None:
-    """Why a completion ended; None while it runs."""
+    """The reason why a completion ended; None while it runs."""
     return None if completion.finish_reason is None else str(completion.finish_reason)
 
 
-class Logprobs:
+class LogprobForms:
     """Log probabilities in the two forms of the API."""
 
     def __init__(self, tokenizer: Tokenizer | None):

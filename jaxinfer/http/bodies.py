@@ -48,7 +48,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the text must be: any text, any JSON object, or JSON that satisfies a schema."""
+    """The form of the text: any text, any JSON object, or JSON that satisfies a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -66,7 +66,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 return StructuredOutputsParams(json=self.json_schema.schema)
 
 
-class Generation(Body, kw_only=True):
+class GenerationBody(Body, kw_only=True):
     """The fields of completions and chats."""
 
     stream: bool = False
@@ -120,7 +120,7 @@ class Generation(Body, kw_only=True):
         return self.stream_options or StreamOptions()
 
 
-class Completion(Generation, kw_only=True):
+class CompletionBody(GenerationBody, kw_only=True):
     """The body of `/v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
@@ -136,7 +136,7 @@ class Completion(Generation, kw_only=True):
         return options
 
 
-class Chat(Generation, kw_only=True):
+class ChatBody(GenerationBody, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -194,7 +194,7 @@ def decode[Kind: Body](content: bytes, kind: type[Kind]) -> Kind:
 
 
 def _refusal(message: str) -> BadRequestError:
-    """What msgspec says of a body, as the API says it."""
+    """The error of a body that msgspec refuses, in words that name the field."""
     if message.startswith("Object contains unknown field"):
         field = message.split("`")[1]
         return BadRequestError(f"{field} is not a field of this endpoint, or is not implemented.", param=field)

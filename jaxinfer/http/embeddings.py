@@ -11,7 +11,7 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
 
 
-class Embedding(Body, kw_only=True):
+class EmbeddingBody(Body, kw_only=True):
     """The body of `/v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
@@ -19,7 +19,9 @@ class Embedding(Body, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-async def embeddings(llm: AsyncLLM, body: Embedding, model: str, adapter: str | None, limits: Limits) -> dict[str, Any]:
+async def embeddings(
+    llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: str | None, limits: Limits
+) -> dict[str, Any]:
     """Embed texts. Raises BadRequestError, ValueError, OverloadedError."""
     texts = as_prompts("input", body.input, limits.max_prompts)
     width = llm.model.transformer.output_width

@@ -5,7 +5,6 @@ import math
 import re
 
 import msgspec
-from starlette.responses import Response
 
 from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
 
@@ -66,9 +65,3 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> Error
 def encode_error(body: ErrorBody) -> bytes:
     """The JSON of an error."""
     return msgspec.json.encode({"error": body})
-
-
-def error_response(error: Exception) -> Response:
-    """The response to a request that ended with an error."""
-    status, body, headers = describe(error)
-    return Response(encode_error(body), status, headers, "application/json")

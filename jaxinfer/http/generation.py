@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.http.answers import Logprobs, finish_reason, usage_of
-from jaxinfer.http.bodies import Chat, Completion, Generation, as_prompts
+from jaxinfer.http.answers import LogprobForms, finish_reason, usage_of
+from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
 from jaxinfer.http.errors import describe, encode_error
 from jaxinfer.http.limits import Limits
 
@@ -28,7 +28,7 @@ def event(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-class Answer(abc.ABC):
+class Reply(abc.ABC):
     """The way of one request from its streams to the client.
 
     Args:
@@ -45,10 +45,10 @@ class Answer(abc.ABC):
     object: str
     chunk: str
 
-    def __init__(self, llm: AsyncLLM, body: Generation, model: str, streams: Sequence[OutputStream]):
+    def __init__(self, llm: AsyncLLM, body: GenerationBody, model: str, streams: Sequence[OutputStream]):
         self.body, self.model, self.streams = body, model, streams
         self._options, self.outputs = body.check_stream_options(), dict[int, RequestOutput]()
-        self.logprobs = Logprobs(llm.tokenizer)
+        self.logprobs = LogprobForms(llm.tokenizer)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     @abc.abstractmethod
@@ -91,11 +91,11 @@ class Answer(abc.ABC):
         yield DONE
 
 
-class CompletionAnswer(Answer):
+class CompletionReply(Reply):
     """The answer of `/v1/completions`."""
 
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
-    body: Completion
+    body: CompletionBody
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -138,11 +138,11 @@ class CompletionAnswer(Answer):
         return made
 
 
-class ChatAnswer(Answer):
+class ChatReply(Reply):
     """The answer of `/v1/chat/completions`."""
 
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    body: Chat
+    body: ChatBody
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -215,28 +215,28 @@ async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, 
         reading.cancel()
 
 
-def completion_answer(llm: AsyncLLM, body: Completion, model: str, adapter: str | None, limits: Limits) -> Answer:
+def completion_reply(llm: AsyncLLM, body: CompletionBody, model: str, adapter: str | None, limits: Limits) -> Reply:
     """Begin a completion's requests. Raises BadRequestError, ValueError."""
     prompts = as_prompts("prompt", body.prompt, limits.max_prompts)
     params = SamplingParams.from_model(llm, **body.params(), adapter=adapter)
     streams = [llm.generate(prompt, params, deadline=limits.timeout) for prompt in prompts]
-    return CompletionAnswer(llm, body, model, streams)
+    return CompletionReply(llm, body, model, streams)
 
 
-def chat_answer(llm: AsyncLLM, body: Chat, model: str, adapter: str | None, limits: Limits) -> Answer:
+def chat_reply(llm: AsyncLLM, body: ChatBody, model: str, adapter: str | None, limits: Limits) -> Reply:
     """Begin a chat's request. Raises BadRequestError, ValueError."""
     params = SamplingParams.from_model(llm, chat=True, **body.params(), adapter=adapter)
     stream = llm.chat(body.messages, params, deadline=limits.timeout, **body.template_options())
-    return ChatAnswer(llm, body, model, [stream])
+    return ChatReply(llm, body, model, [stream])
 
 
-async def respond(request: Request, answer: Answer, ended: Callable[[], None]) -> Response:
-    """Answer a request, whole or as a stream; it is given up when the client leaves. ended: called at its end."""
-    if not answer.body.stream:
-        content = await until_disconnect(request, answer.whole())
+async def respond(request: Request, reply: Reply, ended: Callable[[], None]) -> Response:
+    """Reply a request, whole or as a stream; it is given up when the client leaves. ended: called at its end."""
+    if not reply.body.stream:
+        content = await until_disconnect(request, reply.whole())
         ended()
         return Response(msgspec.json.encode(content), media_type="application/json")
-    events = answer.events()
+    events = reply.events()
     first = await until_disconnect(request, anext(events))  # an error before it has a status
     return StreamingResponse(
         _rest(first, events, ended), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}

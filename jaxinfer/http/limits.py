@@ -1,12 +1,14 @@
-"""What a client may do: keys, and the size and time of its requests."""
+"""The limits of clients: keys, and the size and time of requests."""
 
 import dataclasses
 import hmac
-
-from starlette.requests import Request
+from typing import TYPE_CHECKING
 
 from jaxinfer.fields import AtLeast1, Positive, check_fields
 from jaxinfer.http.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Limits:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def check_key(self, request: Request) -> None:
+    def check_key(self, request: "Request") -> None:
         """Raise BadRequestError unless the request has one of the keys. Its time does not depend on the key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.strip().encode() if scheme.lower() == "bearer" else b""
@@ -36,7 +38,7 @@ class Limits:
         if self.api_keys and not any(known):
             raise BadRequestError("the API key is missing or wrong.", status=401, code="invalid_api_key")
 
-    async def read_body(self, request: Request) -> bytes:
+    async def read_body(self, request: "Request") -> bytes:
         """Read a body. Raises BadRequestError for one that is too large, before all of it is read."""
         body = bytearray()
         async for chunk in request.stream():

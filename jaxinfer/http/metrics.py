@@ -124,9 +124,9 @@ class _Families(Collector):
         """Yield all families."""
         families = {family.name: family for family in (*self._engine(), *self._server())}
         yield from families.values()
-        for alias, own in ALIASES.items():
-            if own in families:
-                yield _renamed(families[own], alias)
+        for alias, name in ALIASES.items():
+            if name in families:
+                yield _renamed(families[name], alias)
 
     def _server(self) -> Iterator[Metric]:
         for metric in self._metrics:

@@ -11,7 +11,7 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.text import Tokenizer, encode_chat
 
 
-class Tokenize(Body, kw_only=True):
+class TokenizeBody(Body, kw_only=True):
     """The body of `/tokenize`: a prompt, or the messages of a chat."""
 
     prompt: str | None = None
@@ -22,7 +22,7 @@ class Tokenize(Body, kw_only=True):
     return_token_strs: bool = False
 
 
-class Detokenize(Body, kw_only=True):
+class DetokenizeBody(Body, kw_only=True):
     """The body of `/detokenize`."""
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Tokens(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_strs: list[str | None] | None = None
 
 
-async def tokenize(llm: AsyncLLM, body: Tokenize) -> Tokens:
+async def tokenize(llm: AsyncLLM, body: TokenizeBody) -> Tokens:
     """Encode a prompt or a chat. Raises BadRequestError unless the body has one of them, ValueError."""
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("give prompt or messages, one of them.", param="prompt")
@@ -55,7 +55,7 @@ async def tokenize(llm: AsyncLLM, body: Tokenize) -> Tokens:
     return Tokens(count=len(tokens), max_model_len=llm.engine.config.context, tokens=tokens, token_strs=strings)
 
 
-def detokenize(llm: AsyncLLM, body: Detokenize) -> dict[str, str]:
+def detokenize(llm: AsyncLLM, body: DetokenizeBody) -> dict[str, str]:
     """Decode tokens. Raises BadRequestError for ids that the model does not have."""
     vocab = llm.model.transformer.vocab
     if wrong := [token for token in body.tokens if not 0 <= token < vocab]:

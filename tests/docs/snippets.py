@@ -33,7 +33,7 @@ NEEDS = {
     "torch": "PyTorch",
 }
 """Marks of blocks that are checked and not run: `<!-- needs: gpu -->` in the line before."""
-UNCHECKED = {"cd", "git", "source"}
+UNCHECKED = {"cd", "curl", "git", "source"}
 """Programs whose arguments are not looked at."""
 
 

@@ -13,20 +13,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxinfer.generation.api.async_llm import AsyncLLM
-from jaxinfer.http.bodies import Chat, Completion, decode
-from jaxinfer.http.embeddings import Embedding, embeddings
-from jaxinfer.http.errors import BadRequestError, error_response
+from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
+from jaxinfer.http.embeddings import EmbeddingBody, embeddings
+from jaxinfer.http.errors import BadRequestError, describe, encode_error
 from jaxinfer.http.generation import (
-    Answer,
     DisconnectedError,
-    chat_answer,
-    completion_answer,
+    Reply,
+    chat_reply,
+    completion_reply,
     respond,
     until_disconnect,
 )
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
-from jaxinfer.http.tokens import Detokenize, Tokenize, detokenize, tokenize
+from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -63,37 +63,37 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        body = decode(await self.limits.read_body(request), Completion)
-        return await self._respond(request, completion_answer(self.llm, body, *self.find(body.model), self.limits))
+        body = decode(await self.limits.read_body(request), CompletionBody)
+        return await self._respond(request, completion_reply(self.llm, body, *self.find(body.model), self.limits))
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        body = decode(await self.limits.read_body(request), Chat)
-        return await self._respond(request, chat_answer(self.llm, body, *self.find(body.model), self.limits))
+        body = decode(await self.limits.read_body(request), ChatBody)
+        return await self._respond(request, chat_reply(self.llm, body, *self.find(body.model), self.limits))
 
-    async def _respond(self, request: Request, answer: Answer) -> Response:
+    async def _respond(self, request: Request, reply: Reply) -> Response:
         def count() -> None:
-            for output in answer.outputs.values():
+            for output in reply.outputs.values():
                 if output.finished:
                     self.metrics.ended(output)
 
-        return await respond(request, answer, count)
+        return await respond(request, reply, count)
 
     async def embeddings(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
-        body = decode(await self.limits.read_body(request), Embedding)
+        body = decode(await self.limits.read_body(request), EmbeddingBody)
         work = embeddings(self.llm, body, *self.find(body.model), self.limits)
         return _json(await until_disconnect(request, work))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
-        body = decode(await self.limits.read_body(request), Tokenize)
+        body = decode(await self.limits.read_body(request), TokenizeBody)
         self.find(body.model)
         return _json(await tokenize(self.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
-        body = decode(await self.limits.read_body(request), Detokenize)
+        body = decode(await self.limits.read_body(request), DetokenizeBody)
         self.find(body.model)
         return _json(detokenize(self.llm, body))
 
@@ -150,17 +150,9 @@ class Server:
         return Route(path, handle, methods=list(methods or ("GET",)))
 
 
-def app(llm: AsyncLLM, *, name: str | None = None, limits: Limits | None = None) -> Starlette:
-    """Make the ASGI application of a model.
-
-    Args:
-      llm: the model. The application closes it at its end, once running requests have ended.
-      name: the name by which clients ask for it; None: its directory's.
-      limits: limits of clients; None: the defaults.
-
-    >>> uvicorn.run(jaxinfer.http.app(AsyncLLM("examples/demo_model")))  # doctest: +SKIP
-    """
-    server = Server(llm, name or llm.model.name, limits or Limits())
+def make_app(llm: AsyncLLM, name: str, limits: Limits) -> Starlette:
+    """Make the application of a model; see `jaxinfer.http.app`."""
+    server = Server(llm, name, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -182,6 +174,12 @@ def app(llm: AsyncLLM, *, name: str | None = None, limits: Limits | None = None)
         Route("/version", server.version),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _unknown, 405: _unknown})
+
+
+def error_response(error: Exception) -> Response:
+    """The response to a request that ended with an error."""
+    status, body, headers = describe(error)
+    return Response(encode_error(body), status, headers, "application/json")
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
