@@ -43,7 +43,7 @@ def test_a_server_from_its_start_to_its_end(model_dir):
     environment = os.environ | {"JAXINFER_API_KEY": "secret,other"}
     with subprocess.Popen(command[:-2], env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
-            give_up = time.monotonic() + 120
+            give_up = time.monotonic() + 300
             while True:
                 try:
                     ask(port, "/ready")
