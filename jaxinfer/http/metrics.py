@@ -9,7 +9,7 @@ from prometheus_client import (
     Histogram,
     Metric,
     ProcessCollector,
-    generate_latest,
+    exposition,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -105,7 +105,7 @@ class Metrics:
 
     def expose(self) -> tuple[bytes, str]:
         """Return all metrics as text, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        return exposition.generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
 class _Families(Collector):
