@@ -1,12 +1,14 @@
 """The answers of completions and chats, whole and in chunks, as the OpenAI API writes them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from jaxinfer.generation.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
+from jaxinfer.generation.outputs import TokenLogprob
 from jaxinfer.text import Tokenizer
 
 Token = tuple[str, list[int]]
@@ -36,31 +38,59 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: OutputDetails
 
 
-def usage_of(outputs: Sequence[RequestOutput], counts: Sequence[int]) -> Usage:
-    """The usage of a request.
-
-    Args:
-      outputs: the newest output of each prompt.
-      counts: the output tokens of each prompt's completions together.
-    """
-    prompt, completion = sum(len(output.prompt_token_ids) for output in outputs), sum(counts)
-    completions = [each for output in outputs for each in output.outputs]
-    accepted = sum(each.num_accepted_tokens for each in completions)
+def usage_of(snapshots: Iterable[RequestSnapshot]) -> Usage:
+    """The usage of a request, of the newest snapshot of each prompt."""
+    prompt = cached = 0
+    completions = list[CompletionSnapshot]()
+    tokens = 0
+    for snapshot in snapshots:
+        size = len(snapshot.prompt_token_ids)
+        prompt += size
+        cached += min(completion.num_cached_tokens or 0 for completion in snapshot.completions)
+        completions += snapshot.completions
+        tokens += sum(completion.num_tokens - size for completion in snapshot.completions)
+    accepted = sum(completion.num_accepted_tokens for completion in completions)
     return Usage(
         prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=TokenDetails(cached_tokens=sum(output.num_cached_tokens for output in outputs)),
+        completion_tokens=tokens,
+        total_tokens=prompt + tokens,
+        prompt_tokens_details=TokenDetails(cached_tokens=cached),
         completion_tokens_details=OutputDetails(
             accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=sum(each.num_draft_tokens for each in completions) - accepted,
+            rejected_prediction_tokens=sum(completion.num_draft_tokens for completion in completions) - accepted,
         ),
     )
 
 
-def finish_reason(completion: CompletionOutput) -> str | None:
-    """The reason why a completion ended; None while it runs."""
-    return None if completion.finish_reason is None else str(completion.finish_reason)
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A message of a chat, or what of it is new."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(msgspec.Struct):
+    """A completion, or what of it is new: a text in `/v1/completions`, else a message, or a chat's delta."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: dict[str, Any] | None
+    text: str | UnsetType = UNSET
+    message: Message | UnsetType = UNSET
+    delta: Message | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The answer to a completion or a chat, whole or a chunk of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType = UNSET
 
 
 class LogprobForms:
@@ -69,9 +99,9 @@ class LogprobForms:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; empty without a tokenizer."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+        return "" if self._tokenizer is None else self._tokenizer.decode(list(tokens))
 
     def _text(self, token: int) -> str:
         text = None if self._tokenizer is None else self._tokenizer.text_of(token)

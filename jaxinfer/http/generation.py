@@ -5,27 +5,20 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
-from jaxinfer.generation.outputs import RequestOutput
+from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.http.answers import LogprobForms, finish_reason, usage_of
+from jaxinfer.http.answers import Answer, Choice, LogprobForms, Message, usage_of
 from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
-from jaxinfer.http.errors import describe, encode_error
+from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
-
-DONE = b"data: [DONE]\n\n"
-
-
-def event(content: Any) -> bytes:
-    """A server-sent event with this JSON."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Reply(abc.ABC):
@@ -38,7 +31,7 @@ class Reply(abc.ABC):
       streams: the outputs of each prompt.
 
     Attributes:
-      outputs: the newest output of each prompt, by its place.
+      newest: the newest snapshot of each prompt, by its place.
     """
 
     prefix: str
@@ -47,48 +40,56 @@ class Reply(abc.ABC):
 
     def __init__(self, llm: AsyncLLM, body: GenerationBody, model: str, streams: Sequence[OutputStream]):
         self.body, self.model, self.streams = body, model, streams
-        self._options, self.outputs = body.check_stream_options(), dict[int, RequestOutput]()
+        self._options, self.newest = body.check_stream_options(), dict[int, RequestSnapshot]()
         self.logprobs = LogprobForms(llm.tokenizer)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     @abc.abstractmethod
-    def choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices of a prompt's complete output. place: the prompt's."""
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+        """A completion. index: its place among those of all prompts."""
 
     @abc.abstractmethod
-    def deltas(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices of a chunk, of an output that has only what is new."""
+    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
+        """What of a completion is new since it was seen; None if nothing is."""
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+    def _answer(self, kind: str, choices: list[Choice]) -> Answer:
+        return Answer(id=self.id, object=kind, created=self.created, model=self.model, choices=choices)
 
-    async def whole(self) -> dict[str, Any]:
-        """Wait for all outputs; return the answer."""
+    async def whole(self) -> bytes:
+        """Wait for all outputs; return the answer as JSON."""
         with one_error():
             async with asyncio.TaskGroup() as tasks:
-                finals = [tasks.create_task(stream.final()) for stream in self.streams]
-        outputs = [task.result() for task in finals]
-        self.outputs = dict(enumerate(outputs))
-        choices = [choice for place, output in enumerate(outputs) for choice in self.choices(place, output)]
-        usage = usage_of(outputs, [sum(len(each.token_ids) for each in output.outputs) for output in outputs])
-        return self._envelope(self.object, choices) | {"usage": usage}
+                ends = [tasks.create_task(stream.last()) for stream in self.streams]
+        self.newest = {place: end.result() for place, end in enumerate(ends)}
+        completions = [completion for snapshot in self.newest.values() for completion in snapshot.completions]
+        answer = self._answer(self.object, [self.whole_choice(*each) for each in enumerate(completions)])
+        answer.usage = usage_of(self.newest.values())
+        return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the chunks of a stream. What is raised before the first one is no event."""
-        options, newest = self._options, self.outputs
-        counts = [0] * len(self.streams)
-        async with contextlib.aclosing(_merged(self.streams)) as outputs:
-            async for place, output in outputs:
-                newest[place] = output
-                counts[place] += sum(len(each.token_ids) for each in output.outputs)
-                if choices := self.deltas(place, output):
-                    chunk = self._envelope(self.chunk, choices)
-                    if options.continuous_usage_stats:
-                        chunk["usage"] = usage_of(list(newest.values()), counts)
-                    yield event(chunk)
-        if options.include_usage:
-            yield event(self._envelope(self.chunk, []) | {"usage": usage_of(list(newest.values()), counts)})
+        chunk = self._answer(self.chunk, [])
+        async with contextlib.aclosing(_merged(self.streams)) as snapshots:
+            async for place, snapshot in snapshots:
+                if choices := self._deltas(place, snapshot):
+                    chunk.choices = choices
+                    if self._options.continuous_usage_stats:
+                        chunk.usage = usage_of(self.newest.values())
+                    yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        if self._options.include_usage:
+            chunk.choices, chunk.usage = [], usage_of(self.newest.values())
+            yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         yield DONE
+
+    def _deltas(self, place: int, snapshot: RequestSnapshot) -> list[Choice]:
+        """What is new in each completion of a prompt."""
+        seen, self.newest[place] = self.newest.get(place), snapshot
+        first, deltas = place * len(snapshot.completions), list[Choice]()
+        for number, completion in enumerate(snapshot.completions):
+            before = None if seen is None else seen.completions[number]
+            if completion is not before and (delta := self.delta(first + number, completion, before)) is not None:
+                deltas.append(delta)
+        return deltas
 
 
 class CompletionReply(Reply):
@@ -97,45 +98,36 @@ class CompletionReply(Reply):
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._lengths: dict[tuple[int, int], int] = {}  # characters of each text so far
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+        """The text of a completion."""
+        return self._choice(index, completion, None)
 
-    def _prompt(self, output: RequestOutput) -> str:
-        return self.logprobs.decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
+        """The new text."""
+        choice = self._choice(index, completion, seen)
+        return choice if choice.text or choice.finish_reason or choice.logprobs else None
 
-    def choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices of a prompt, in order."""
-        return self._make(place, output)
+    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice:
+        text, logprobs = completion.text(seen), None
+        prompt = self._prompt(completion) if self.body.echo else ""
+        if self.body.logprobs is not None:
+            logprobs = self._logprobs(completion, seen, prompt)
+        text = prompt + text if seen is None else text
+        return Choice(index, completion.finish_reason, completion.stop_reason, logprobs, text=text)
 
-    def deltas(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices that have something new."""
-        return [x for x in self._make(place, output) if x["text"] or x["finish_reason"] or x["logprobs"]]
+    def _prompt(self, completion: CompletionSnapshot) -> str:
+        request = completion.sequence.request
+        return self.logprobs.decode(request.prompt_token_ids) if request.prompt is None else request.prompt
 
-    def _make(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        made = []
-        for completion in output.outputs:
-            index = place * len(output.outputs) + completion.index
-            key, text = (place, completion.index), completion.text
-            tokens, entries = completion.token_ids, list[Any](completion.logprobs or [])
-            offset = self._lengths.get(key, 0)
-            if self.body.echo and key not in self._lengths:
-                text = self._prompt(output) + text
-                tokens, entries = output.prompt_token_ids + tokens, [*(output.prompt_logprobs or []), *entries]
-            self._lengths[key] = offset + len(text)
-            logprobs = None
-            if self.body.logprobs is not None:
-                logprobs = self.logprobs.of_completion(tokens, entries, offset)
-            made.append(
-                {
-                    "index": index,
-                    "text": text,
-                    "logprobs": logprobs,
-                    "finish_reason": finish_reason(completion),
-                    "stop_reason": completion.stop_reason,
-                }
-            )
-        return made
+    def _logprobs(self, completion: CompletionSnapshot, seen: CompletionSnapshot | None, prompt: str) -> dict[str, Any]:
+        new = completion.output(seen)
+        tokens, entries = new.token_ids, list(new.logprobs or [])
+        if self.body.echo and seen is None:
+            sequence = completion.sequence
+            tokens = list(sequence.request.prompt_token_ids) + tokens
+            entries = sequence.prompt_logprobs[: completion.num_prompt_logprobs] + entries
+        offset = 0 if seen is None else len(prompt) + len(seen.text())
+        return self.logprobs.of_completion(tokens, entries, offset)
 
 
 class ChatReply(Reply):
@@ -144,58 +136,43 @@ class ChatReply(Reply):
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._begun: set[int] = set()
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+        """The message of a completion."""
+        choice = self._choice(index, completion, None)
+        choice.message = Message(role="assistant", content=completion.text(), refusal=None)
+        return choice
 
-    def choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The messages of all completions, in order."""
-        return [
-            {
-                "index": completion.index,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
-                "logprobs": self.logprobs.of_chat(completion.logprobs or []) if self.body.logprobs else None,
-                "finish_reason": finish_reason(completion),
-                "stop_reason": completion.stop_reason,
-            }
-            for completion in output.outputs
-        ]
+    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
+        """The new text; the first one names the role."""
+        choice, text = self._choice(index, completion, seen), completion.text(seen)
+        if seen is None:
+            choice.delta = Message(role="assistant", content=text)
+        elif text or choice.finish_reason or choice.logprobs:
+            choice.delta = Message(content=text) if text else Message()
+        else:
+            return None
+        return choice
 
-    def deltas(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The choices that have something new; the first of each names the role."""
-        made = []
-        for completion in output.outputs:
-            delta: dict[str, Any] = {}
-            if completion.index not in self._begun:
-                self._begun.add(completion.index)
-                delta["role"] = "assistant"
-            if completion.text or "role" in delta:
-                delta["content"] = completion.text
-            if delta or completion.finish_reason or completion.logprobs:
-                made.append(
-                    {
-                        "index": completion.index,
-                        "delta": delta,
-                        "logprobs": self.logprobs.of_chat(completion.logprobs or []) if self.body.logprobs else None,
-                        "finish_reason": finish_reason(completion),
-                        "stop_reason": completion.stop_reason,
-                    }
-                )
-        return made
+    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice:
+        logprobs = None
+        if self.body.logprobs:
+            logprobs = self.logprobs.of_chat(completion.output(seen).logprobs or [])
+        return Choice(index, completion.finish_reason, completion.stop_reason, logprobs)
 
 
-async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yield the deltas of all streams as they come, each with its stream's place."""
+async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestSnapshot]]:
+    """Yield the snapshots of all streams as they come, each with its stream's place."""
     if len(streams) == 1:
-        async with contextlib.aclosing(streams[0].deltas()) as outputs:
-            async for output in outputs:
-                yield 0, output
+        async with contextlib.aclosing(streams[0]):
+            async for snapshot in streams[0].snapshots:
+                yield 0, snapshot
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, RequestSnapshot] | None] = asyncio.Queue(len(streams))
 
     async def read(place: int, stream: OutputStream) -> None:
-        async for output in stream.deltas():
-            await queue.put((place, output))
+        async with contextlib.aclosing(stream):
+            async for snapshot in stream.snapshots:
+                await queue.put((place, snapshot))
 
     async def read_all() -> None:
         try:
@@ -232,29 +209,11 @@ def chat_reply(llm: AsyncLLM, body: ChatBody, model: str, adapter: str | None, l
 
 async def respond(request: Request, reply: Reply, ended: Callable[[], None]) -> Response:
     """Reply a request, whole or as a stream; it is given up when the client leaves. ended: called at its end."""
-    if not reply.body.stream:
-        content = await until_disconnect(request, reply.whole())
-        ended()
-        return Response(msgspec.json.encode(content), media_type="application/json")
-    events = reply.events()
-    first = await until_disconnect(request, anext(events))  # an error before it has a status
-    return StreamingResponse(
-        _rest(first, events, ended), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-async def _rest(first: bytes, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> AsyncGenerator[bytes]:
-    """Yield the events of a stream; an error is the last one."""
-    async with contextlib.aclosing(events):
-        yield first
-        try:
-            async for each in events:
-                yield each
-        except Exception as error:
-            yield b"data: " + encode_error(describe(error)[1]) + b"\n\n"
-            yield DONE
-        else:
-            ended()
+    if reply.body.stream:
+        return await EventStream.begin(request, reply.events(), ended)
+    content = await until_disconnect(request.receive, reply.whole())
+    ended()
+    return Response(content, media_type="application/json")
 
 
 @contextlib.contextmanager
@@ -264,26 +223,3 @@ def one_error() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-
-
-class DisconnectedError(Exception):
-    """The client has left."""
-
-
-async def until_disconnect[Result](request: Request, work: Awaitable[Result]) -> Result:
-    """Wait for work; cancel it and raise DisconnectedError when the client leaves."""
-    task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise DisconnectedError
-        return task.result()
-    finally:
-        for each in (task, left):
-            each.cancel()
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

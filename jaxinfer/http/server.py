@@ -14,16 +14,10 @@ from starlette.routing import Route
 
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
+from jaxinfer.http.connection import DisconnectedError, until_disconnect
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
 from jaxinfer.http.errors import BadRequestError, describe, encode_error
-from jaxinfer.http.generation import (
-    DisconnectedError,
-    Reply,
-    chat_reply,
-    completion_reply,
-    respond,
-    until_disconnect,
-)
+from jaxinfer.http.generation import Reply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -73,9 +67,8 @@ class Server:
 
     async def _respond(self, request: Request, reply: Reply) -> Response:
         def count() -> None:
-            for output in reply.outputs.values():
-                if output.finished:
-                    self.metrics.ended(output)
+            for snapshot in reply.newest.values():
+                self.metrics.ended(snapshot.output())
 
         return await respond(request, reply, count)
 
@@ -83,7 +76,7 @@ class Server:
         """`POST /v1/embeddings`."""
         body = decode(await self.limits.read_body(request), EmbeddingBody)
         work = embeddings(self.llm, body, *self.find(body.model), self.limits)
-        return _json(await until_disconnect(request, work))
+        return _json(await until_disconnect(request.receive, work))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""

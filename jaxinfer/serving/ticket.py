@@ -27,8 +27,9 @@ class Reader[Snapshot]:
     def __init__(self) -> None:
         self.newest: Snapshot | None = None
         self.final_only = False
-        self._changed = asyncio.Event()
         self._told = False  # whether the event loop knows of a change that the task has not looked at yet
+        self._changed = False  # whether it has told so
+        self._waiter: asyncio.Future[None] | None = None  # not an asyncio.Event: each token would take longer
 
     def attach(self) -> None:
         """Read in the event loop that runs now."""
@@ -43,13 +44,16 @@ class Reader[Snapshot]:
 
     def wake(self) -> None:
         """Report a change; in the event loop's thread."""
-        self._changed.set()
+        self._changed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Wait for a change, possibly a spurious one."""
-        await self._changed.wait()
-        self._changed.clear()
-        self._told = False
+        """Wait for a change, possibly a spurious one. One task may wait, in the event loop that reads."""
+        if not self._changed:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        self._changed = self._told = False
 
 
 class Ticket[Outcome]:

@@ -384,14 +384,17 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     A slow task gets the newest output, which includes those it has missed. Raises FailedError if the request fails,
     and ClosedError or DiedError if the engine ends.
+
+    Attributes:
+      snapshots: the request's progress; a server makes of it what it sends, without making outputs.
     """
 
     def __init__(self, snapshots: AsyncGenerator[RequestSnapshot], reader: Reader[RequestSnapshot]):
-        self._snapshots, self._reader = snapshots, reader
+        self.snapshots, self._reader = snapshots, reader
         self._newest: RequestSnapshot | None = None
 
     async def __anext__(self) -> RequestOutput:
-        self._newest = await anext(self._snapshots)
+        self._newest = await anext(self.snapshots)
         return self._newest.output()
 
     async def deltas(self) -> AsyncGenerator[RequestOutput]:
@@ -401,7 +404,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """
         seen = None
         async with contextlib.aclosing(self):
-            async for snapshot in self._snapshots:
+            async for snapshot in self.snapshots:
                 self._newest = snapshot
                 yield snapshot.output(since=seen)
                 seen = snapshot
@@ -410,7 +413,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """Yield pieces of the text as they come. Raises ValueError for a request of several completions."""
         seen = None
         async with contextlib.aclosing(self):
-            async for snapshot in self._snapshots:
+            async for snapshot in self.snapshots:
                 self._newest = snapshot
                 if (count := len(snapshot.completions)) > 1:
                     raise ValueError(f"A stream of text needs SamplingParams.n=1, got {count}.")
@@ -421,16 +424,20 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     async def final(self) -> RequestOutput:
         """Wait for the final output, without making those before it."""
+        return (await self.last()).output()
+
+    async def last(self) -> RequestSnapshot:
+        """Wait for the last snapshot."""
         self._reader.final_only = True
-        async for snapshot in self._snapshots:
+        async for snapshot in self.snapshots:
             self._newest = snapshot
         if self._newest is None:
             raise RuntimeError("The stream was closed before its first output.")
-        return self._newest.output()
+        return self._newest
 
     async def aclose(self) -> None:
         """Give the request up, unless it has ended."""
-        await self._snapshots.aclose()
+        await self.snapshots.aclose()
 
 
 def _checked(deadline: object) -> float | None:

@@ -37,7 +37,7 @@ class RequestTicket(Ticket[Any]):
     @property
     def finished(self) -> bool:
         """Whether all completions have ended."""
-        return all(sequence.finished for sequence in self.sequences)
+        return None not in [sequence.finish_reason for sequence in self.sequences]
 
     def advance(self) -> bool:
         """Give the reader a snapshot, if it wants one and there are new tokens; returns whether it got one."""
