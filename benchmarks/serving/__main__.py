@@ -1,0 +1,78 @@
+"""The HTTP server: the cost of an event, and its CPU time against that of `AsyncLLM` alone.
+
+    python -m benchmarks.serving [--quick] [--only front_end,overhead] [--json benchmarks/results/KIND/serving.json]
+
+`front_end` has a clock in place of the device, so that nothing is measured but what the host does for a stream.
+`overhead` runs the model of `peers/make_model.py` with and without HTTP. Servers are started again for each round, and
+take turns. The JSON is rewritten after every part.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.report import Report, check_that_no_part_is_lost
+from benchmarks.serving.front_end import front_end
+from benchmarks.serving.overhead import overhead
+from benchmarks.serving.settings import Settings
+from benchmarks.workers import EngineError, add_options
+
+PARTS: dict[str, Callable[[Report, Settings], None]] = {"front_end": front_end, "overhead": overhead}
+
+
+def read_parts(text: str) -> list[str]:
+    """Parse the parts named in `--only`."""
+    names = text.split(",")
+    if unknown := set(names) - PARTS.keys():
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test: the demo model, few tokens, one round")
+    parser.add_argument("--rounds", type=int, default=3, help="of every server (default: 3)")
+    parser.add_argument("--only", type=read_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    add_options(parser)
+    args = parser.parse_args()
+    if not args.demo.exists():
+        raise SystemExit(f"No model directory at {args.demo}: give one as --demo.")
+    settings = Settings(
+        quick=args.quick,
+        rounds=1 if args.quick else args.rounds,
+        folder=args.work_dir,
+        demo=args.demo,
+        peer_python=args.peer_python,
+        threads=args.threads,
+    )
+    names = args.only or list(PARTS)
+    check_that_no_part_is_lost(args.json, names)
+    report = Report()
+    report.print_header()
+    report.row(figure="settings", quick=args.quick, rounds=settings.rounds, peer_threads=args.threads)
+    failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
+    report.finish(args.json)
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
+    """Run one part and save its result. Returns why a server could not run; then the part has no figures."""
+    start, absent = time.monotonic(), ""
+    try:
+        PARTS[name](report, settings)
+    except EngineError as error:
+        absent = f"{name}: {error}"
+        print(absent, flush=True)
+    seconds = round(time.monotonic() - start, 1)
+    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
+    report.save(json_file)
+    print(f"{name} took {seconds:.0f} s", flush=True)
+    return absent
+
+
+if __name__ == "__main__":
+    main()
