@@ -1,4 +1,4 @@
-"""`jaxinfer bench`: the speed of a model directory on this machine, without a server."""
+"""`jaxinfer bench`: the speed of a model directory on this machine without a server, or of a server under load."""
 
 from typing import Annotated
 
@@ -21,6 +21,7 @@ from jaxinfer.cli.bench.options import (
     parse_batch_sizes,
     read_config,
 )
+from jaxinfer.cli.bench.serve import serve
 from jaxinfer.cli.common import (
     ContextOption,
     DeviceMemoryOption,
@@ -40,7 +41,8 @@ from jaxinfer.cli.common import (
 )
 from jaxinfer.progress import long_work
 
-app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates here.")
+app = typer.Typer(no_args_is_help=True, help="Measure how fast a model or a server generates.")
+app.command()(serve)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from jaxinfer.cli.bench.files import write_file
 from jaxinfer.cli.bench.results import METRICS, LatencyResult, Throughput
 from jaxinfer.compiled.machine import machine
 from jaxinfer.evaluation.figures import OURS, SEQUENCE, finish, legend_outside, render
+from jaxinfer.evaluation.serving.figures import LATENCIES, Samples
 from jaxinfer.generation import LLM
 
 
@@ -51,4 +52,15 @@ def draw_throughput(result: Throughput, caption: str) -> Figure:
     for axes in (over_time, fractions):
         axes.locator_params(axis="x", nbins=6)
     legend_outside(figure, fractions)
+    return finish(figure, caption)
+
+
+def draw_load(samples: Samples, caption: str) -> Figure:
+    """Draw cumulative distributions of a load's latencies, a panel each."""
+    shown = [name for name in LATENCIES if getattr(samples, name)]
+    figure = Figure(figsize=(1 + 2.6 * max(len(shown), 1), 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0] if shown else (), shown, strict=True):
+        axes.ecdf(getattr(samples, name), color=OURS)
+        unit = "events" if name == "itl_ms" else "requests"
+        axes.set(title=LATENCIES[name], xlabel="ms", ylabel=f"fraction of {unit}", xlim=(0, None))
     return finish(figure, caption)
