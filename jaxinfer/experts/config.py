@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
@@ -14,12 +13,10 @@ from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.fields import AtLeast1, Bytes, NotNegative, Size, check_fields
-from jaxinfer.hub import HubName
+from jaxinfer.hub import HubName, model_in_file
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import parse_bytes
-
-HUB = "hf://"
-"""A checkpoint that begins so is a repository of the hub: ORG/NAME alone is a path, which may be missing for now."""
+from jaxinfer.toml_files import check_table, reading_toml
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -190,8 +187,7 @@ class SystemConfig:
         Raises ConfigError, naming the file.
         """
         path = pathlib.Path(path)
-        try:
-            content = msgspec.toml.decode(path.read_text(encoding="utf-8"))
+        with reading_toml(path, "a system", ConfigError) as content:
             _check_fields(content)
             file = msgspec.convert(content, _File)
             config = cls(
@@ -211,16 +207,7 @@ class SystemConfig:
                 kernels=file.kernels,
             )
             config.graph()
-            return config
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; name a TOML file that describes a system.") from error
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        except msgspec.DecodeError as error:
-            line = re.search(r"line (\d+)", str(error))
-            raise ConfigError(f"{path}:{line[1] if line else _last_line(path)}: not TOML: {error}.") from error
-        except (UnicodeDecodeError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+        return config
 
     def graph(self, info: Callable[[ExpertConfig], ExpertInfo] | None = None) -> ExpertGraph:
         """Return which expert follows which, and each one's usage.
@@ -237,35 +224,18 @@ class SystemConfig:
 
 def _check_fields(content: Any) -> None:
     """Check the names of all fields. Raises ConfigError that names the known ones."""
-    _check_table("the file", content, _File)
+    check_table("the file", content, _File.__struct_fields__, ConfigError)
     for name, kind in _TABLES.items():
         tables = content.get(name)
         named = enumerate(tables) if isinstance(tables, list) else tables.items() if isinstance(tables, dict) else ()
         for key, table in named:
-            _check_table(f"{name}.{key}", table, kind)
-
-
-def _check_table(where: str, table: Any, kind: type[_Strict]) -> None:
-    known = kind.__struct_fields__
-    if isinstance(table, dict) and (unknown := [name for name in table if name not in known]):
-        raise ConfigError(f"{where}: unknown field {', '.join(map(repr, unknown))}; known: {', '.join(known)}.")
-
-
-def _last_line(path: pathlib.Path) -> int:
-    return len(path.read_bytes().splitlines())
+            check_table(f"{name}.{key}", table, kind.__struct_fields__, ConfigError)
 
 
 def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:
     fields = msgspec.structs.asdict(given)
-    return ExpertConfig(name=name, checkpoint=_checkpoint(name, fields.pop("checkpoint"), folder), **fields)
-
-
-def _checkpoint(name: str, text: str, folder: pathlib.Path) -> pathlib.Path | HubName:
-    if not text.startswith(HUB):
-        return folder / text
-    if (repository := HubName.parse(text.removeprefix(HUB))) is None:
-        raise ConfigError(f"experts.{name}.checkpoint must be {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, got {text!r}.")
-    return repository
+    checkpoint = model_in_file(f"experts.{name}.checkpoint", fields.pop("checkpoint"), folder)
+    return ExpertConfig(name=name, checkpoint=checkpoint, **fields)
 
 
 def _executors(place: int, given: _Executor) -> list[ExecutorOptions]:

@@ -7,6 +7,6 @@ Start at `resolve`: all that takes a model, in Python and on the command line, f
 
 from jaxinfer.hub.conversions import fetch, look_at, resolve
 from jaxinfer.hub.errors import HubError
-from jaxinfer.hub.names import HubName
+from jaxinfer.hub.names import HubName, model_in_file
 
-__all__ = ["HubError", "HubName", "fetch", "look_at", "resolve"]
+__all__ = ["HubError", "HubName", "fetch", "look_at", "model_in_file", "resolve"]

@@ -3,11 +3,15 @@
 import dataclasses
 import os
 import re
+from pathlib import Path
 from typing import Self
 
 _PART = r"[A-Za-z0-9_][\w.-]*"  # a path that begins with a dot is a folder
 _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+SCHEME = "hf://"
+"""A model in a file that begins so is a repository: ORG/NAME without it is a path, which may be missing for now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +44,15 @@ class HubName:
 
     def __str__(self) -> str:
         return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
+
+
+def model_in_file(field: str, text: str, folder: Path) -> Path | HubName:
+    """Return the model that a field of a file names: a path from the file's folder, or hf://ORG/NAME.
+
+    Raises ValueError, naming the field.
+    """
+    if not text.startswith(SCHEME):
+        return folder / text
+    if (repository := HubName.parse(text.removeprefix(SCHEME))) is None:
+        raise ValueError(f"{field} must be {SCHEME}ORG/NAME or {SCHEME}ORG/NAME@REVISION, got {text!r}.")
+    return repository
