@@ -68,6 +68,7 @@ WITH_EXTRAS = {
     "jaxinfer.evaluation.figures",
     "jaxinfer.http.generation",
     "jaxinfer.http.metrics",
+    "jaxinfer.http.process",
     "jaxinfer.http.server",
 }
 """Modules that nothing imports before `require_extra`."""

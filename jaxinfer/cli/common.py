@@ -149,7 +149,7 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: "Unpack[ModelOpti
 
     adapter = ctx.params.get("adapter")
     adapters = {ADAPTER: adapter} if adapter else None
-    return LLM(**model_options(ctx), max_batch=max_batch, adapters=adapters, **options)
+    return LLM(ctx.params["model"], **model_options(ctx), max_batch=max_batch, adapters=adapters, **options)
 
 
 def model_options(ctx: typer.Context) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def model_options(ctx: typer.Context) -> dict[str, Any]:
     names = ("dtype", "quantize", "context", *chosen)
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
     others = {name: ctx.params[name] for name in names}
-    return {"path": ctx.params["model"], "mesh": parse_mesh(ctx.params["mesh"]), **others, **memory}
+    return {"mesh": parse_mesh(ctx.params["mesh"]), **others, **memory}
 
 
 def given(ctx: typer.Context, names: Iterable[str]) -> list[str]:

@@ -94,7 +94,7 @@ def embed(
         _check_inputs(model, image or [])
         from jaxinfer.generation import Embedder
 
-    with Embedder(**model_options(ctx), max_batch=max_batch) as embedder:
+    with Embedder(model, **model_options(ctx), max_batch=max_batch) as embedder:
         vectors = embedder.embed(image or prompts, prompt=prompt, truncate=truncate)
     names = [str(file) for file in image] if image else [_name(text) for text in prompts]
     if output is not None:

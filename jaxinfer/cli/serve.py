@@ -1,11 +1,13 @@
-"""`jaxinfer serve`: an OpenAI-compatible server of a language model."""
+"""`jaxinfer serve`: an OpenAI-compatible server of language models."""
 
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxinfer.cli.common import (
+    MODEL_HELP,
     ContextOption,
     DeviceMemoryOption,
     DtypeOption,
@@ -14,15 +16,18 @@ from jaxinfer.cli.common import (
     KVDtypeOption,
     LayerFilesOption,
     MeshOption,
-    ModelArgument,
     PrefetchOption,
     QuantizeOption,
     SpeculationOption,
     WeightsOption,
     model_options,
     note,
+    refuse_ignored,
 )
 from jaxinfer.extras import require_extra
+
+if TYPE_CHECKING:
+    from jaxinfer.http.config import ServerConfig
 
 KEYS = "JAXINFER_API_KEY"
 """The environment variable with API keys, separated by commas."""
@@ -30,7 +35,10 @@ KEYS = "JAXINFER_API_KEY"
 
 def serve(
     ctx: typer.Context,
-    model: ModelArgument,
+    model: Annotated[list[Path] | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with all models and options, instead of these here.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[
@@ -38,6 +46,13 @@ def serve(
     ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="LoRA adapter, a model to clients; repeatable.")
+    ] = None,
+    adapter_folder: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Folder from which clients may load LoRA adapters; repeatable."),
+    ] = None,
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Maximum rank of the adapters that clients load (default: 16).")
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Maximum number of completions that run at once.")] = 8,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests in flight.")] = 1024,
@@ -61,30 +76,69 @@ def serve(
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Serve a model over HTTP, as the OpenAI API does.
+    """Serve models over HTTP, as the OpenAI API does.
 
     Clients need one of the keys in the environment variable JAXINFER_API_KEY (separated by commas), if it is set.
     """
-    require_extra("uvicorn", "jaxinfer serve")
-    import uvicorn
-
-    from jaxinfer import AsyncLLM, http
+    for package in ("uvicorn", "starlette", "prometheus_client"):
+        require_extra(package, "jaxinfer serve")
+    from jaxinfer.http.config import ServerConfig
+    from jaxinfer.http.process import serve as run
 
     keys = tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
-    limits = http.Limits(api_keys=keys, timeout=timeout, max_body_bytes=max_body_bytes)
-    adapters = _adapters(adapter or [])
-    _warn(host, keys)
-    llm = AsyncLLM(
-        **model_options(ctx),
-        max_batch=max_batch,
-        adapters=adapters or None,
-        max_requests=max_requests,
-        max_waiting=max_waiting,
-        compile_ahead=compile_ahead,
+    if config is None:
+        served = _given(ctx, keys)
+    else:
+        _refuse_others(ctx)
+        served = ServerConfig.read(config, api_keys=keys)
+    _warn(served.host, keys)
+    host = f"[{served.host}]" if ":" in served.host else served.host
+    names = ", ".join(served.models)
+    run(served, ready=lambda: note(f"Serving {names} at http://{host}:{served.port}/v1; Ctrl-C ends it."))
+
+
+def _refuse_others(ctx: typer.Context) -> None:
+    """Refuse everything else that is given with `--config`. Raises ValueError."""
+    if ctx.params["model"]:
+        raise ValueError("give MODEL or --config FILE, not both: the file names the models.")
+    refuse_ignored(ctx, [name for name in ctx.params if name not in ("config", "model")], "with --config")
+
+
+def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
+    """Return the config that the command line describes. Raises ValueError."""
+    from jaxinfer.http.config import ModelConfig, ServerConfig, check_names
+    from jaxinfer.http.limits import Limits
+
+    given = ctx.params
+    if not (paths := given["model"]):
+        raise ValueError("name a MODEL to serve, or several, or give --config FILE.")
+    adapters = _adapters(given["adapter"] or [])
+    for option, value in (("--name", given["name"]), ("--adapter", adapters)):
+        if value and len(paths) > 1:
+            raise ValueError(f"{option} is for one model: describe several with --config FILE.")
+    names = [given["name"]] if given["name"] else [_name(path) for path in paths]
+    check_names(names)
+    options = model_options(ctx) | {"adapters": adapters or None}
+    options |= {name: given[name] for name in ("max_batch", "max_requests", "max_waiting", "compile_ahead")}
+    folders = tuple(given["adapter_folder"] or ())
+    models = {
+        name: ModelConfig(path=path, options=options, adapter_folders=folders)
+        for name, path in zip(names, paths, strict=True)
+    }
+    return ServerConfig(
+        models=models,
+        host=given["host"],
+        port=given["port"],
+        access_log=given["access_log"],
+        limits=Limits(api_keys=keys, timeout=given["timeout"], max_body_bytes=given["max_body_bytes"]),
     )
-    app = http.app(llm, name=name, limits=limits)
-    note(f"Serving {name or llm.model.name} at http://{host}:{port}/v1; Ctrl-C ends it.")
-    uvicorn.run(app, host=host, port=port, log_level="info" if access_log else "warning")
+
+
+def _name(path: Path) -> str:
+    """The name of a model: that of its folder or file, or the repository's."""
+    if not path.exists():
+        return str(path)
+    return path.resolve().stem if path.is_file() else path.resolve().name
 
 
 def _adapters(texts: list[str]) -> dict[str, str]:

@@ -3,6 +3,9 @@
 >>> uvicorn.run(jaxinfer.http.app(AsyncLLM("examples/demo_model")))  # doctest: +SKIP
 """
 
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.extras import require_extra
@@ -16,18 +19,36 @@ if TYPE_CHECKING:
 __all__ = ["Limits", "app"]
 
 
-def app(llm: "AsyncLLM", *, name: str | None = None, limits: Limits | None = None) -> "Starlette":
-    """Make the ASGI application of a model.
+def app(
+    models: "AsyncLLM | Mapping[str, AsyncLLM]",
+    *,
+    name: str | None = None,
+    limits: Limits | None = None,
+    adapter_folders: "Iterable[str | os.PathLike[str]]" = (),
+) -> "Starlette":
+    """Make the ASGI application of one model, or of several.
 
     Args:
-      llm: the model. The application closes it at its end, once running requests have ended.
-      name: the name by which clients ask for it; None: its directory's.
+      models: a model, or several by the names by which clients ask for them. The application closes them at its end,
+        once running requests have ended.
+      name: the name of the one model; None: its directory's.
       limits: limits of clients; None: the defaults.
+      adapter_folders: the folders from which clients may load LoRA adapters, into models with room (`max_adapters`);
+        none: they may load none.
 
-    Raises MissingExtraError without the packages of the extra `serve`.
+    Raises MissingExtraError without the packages of the extra `serve`; ValueError for two equal names.
     """
     for package in ("starlette", "prometheus_client"):
         require_extra(package, "jaxinfer.http.app")
+    from jaxinfer.http.served_models import ServedModel, ServedModels
     from jaxinfer.http.server import make_app
 
-    return make_app(llm, name or llm.model.name, limits or Limits())
+    if not isinstance(models, Mapping):
+        models = {name or models.model.name: models}
+    elif name is not None or not models:
+        raise ValueError("app takes a name with one AsyncLLM; several have theirs in the mapping, at least one.")
+    folders = tuple(map(Path, adapter_folders))
+    served = [ServedModel(name, lambda llm=llm: llm, folders) for name, llm in models.items()]
+    for model in served:
+        model.load()
+    return make_app(ServedModels(served), limits or Limits())

@@ -27,6 +27,10 @@ class BadRequestError(ValueError):
         self.param, self.status, self.code = param, status, code
 
 
+class LoadingError(Exception):
+    """A model that a request asks for is not loaded yet."""
+
+
 class ErrorBody(msgspec.Struct, kw_only=True):
     """The value of `error`."""
 
@@ -46,6 +50,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             return 429, _body(str(error), "rate_limit_error", None, "overloaded"), {"Retry-After": str(wait)}
         case DeadlineExceededError():
             return 408, _body(str(error), "timeout_error", None, "timeout"), {}
+        case LoadingError():
+            return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": "5"}
         case ClosedError() | DiedError():
             return 503, _body(str(error), "server_error", None, "unavailable"), {"Retry-After": "1"}
         case FailedError():

@@ -1,6 +1,6 @@
 """Metrics of a server, in Prometheus' text format."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -14,10 +14,11 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
+from jaxinfer.http.errors import LoadingError
+from jaxinfer.http.served_models import ServedModel
 from jaxinfer.serving import ServingError
 
 ALIASES = {
@@ -45,16 +46,16 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Metrics of one model's server. Its methods may be called from any thread.
+    """Metrics of a server. Its methods may be called from any thread.
 
-    The engine is read at each scrape. Once it has closed, a scrape shows the other metrics only.
+    The engines are read at each scrape. Before a model is loaded, and once it has closed, a scrape shows the other
+    metrics only.
 
     Args:
-      llm: the model.
-      name: the model's name, the label `model` of each metric.
+      models: the models; their names are the label `model` of each metric.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str):
+    def __init__(self, models: Iterable[ServedModel]):
         def histogram(metric: str, help: str, bounds: Sequence[float]) -> Histogram:
             return Histogram(metric, help, ["model"], buckets=bounds, registry=None)
 
@@ -75,33 +76,37 @@ class Metrics:
         rejections = Counter(
             "jaxinfer_admission_rejections", "Requests refused with status 429.", ["model"], registry=None
         )
-        # Each `labels` call makes a series, which shows 0 from the start.
-        self._first, self._total, self._token = first.labels(name), total.labels(name), token.labels(name)
-        self._rejections, self._responses, self._name = rejections.labels(name), responses, name
+        models = list(models)
+        for model in models:
+            for metric in (first, total, token, rejections):
+                metric.labels(model.name)  # makes a series, which shows 0 from the start
+        self._first, self._total, self._token = first, total, token
+        self._rejections, self._responses = rejections, responses
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Families(llm, name, [first, total, token, responses, rejections]))
+        self._registry.register(_Families(models, [first, total, token, responses, rejections]))
 
-    def ended(self, output: RequestOutput) -> None:
+    def ended(self, model: str, output: RequestOutput) -> None:
         """Count the seconds of a request's completions. Call it once a request, with its last output."""
         for completion in output.outputs:
             timings = completion.timings
-            self._total.observe(timings.total_s)
+            self._total.labels(model).observe(timings.total_s)
             if timings.first_token_s is not None:
-                self._first.observe(timings.first_token_s)
+                self._first.labels(model).observe(timings.first_token_s)
             if timings.tokens_per_s:
-                self._token.observe(1 / timings.tokens_per_s)
+                self._token.labels(model).observe(1 / timings.tokens_per_s)
 
-    def responded(self, endpoint: str, status: int) -> None:
+    def responded(self, model: str, endpoint: str, status: int) -> None:
         """Count a response.
 
         Args:
+          model: the model that was asked; empty if the request named none. Not the client's text: each value is kept.
           endpoint: the path of its route, such as "/v1/models/{model}". Not the client's path: each value is kept.
           status: its HTTP status.
         """
-        self._responses.labels(self._name, endpoint, str(status)).inc()
+        self._responses.labels(model, endpoint, str(status)).inc()
         if status == 429:
-            self._rejections.inc()
+            self._rejections.labels(model).inc()
 
     def expose(self) -> tuple[bytes, str]:
         """Return all metrics as text, and its content type."""
@@ -109,20 +114,23 @@ class Metrics:
 
 
 class _Families(Collector):
-    """Makes the families of a scrape: the engine's, the server's, and the aliases of both.
+    """Makes the families of a scrape: the engines', the server's, and the aliases of both.
 
     Args:
-      llm: the model.
-      name: the model's name.
+      models: the models.
       metrics: the server's own histograms and counters.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, metrics: Sequence[Counter | Histogram]):
-        self._llm, self._name, self._metrics = llm, name, metrics
+    def __init__(self, models: Sequence[ServedModel], metrics: Sequence[Counter | Histogram]):
+        self._models, self._metrics = models, metrics
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        families = {family.name: family for family in (*self._engine(), *self._server())}
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for family in _Engine(model).collect():
+                families.setdefault(family.name, _empty(family)).samples.extend(family.samples)
+        families |= {family.name: family for family in self._server()}
         yield from families.values()
         for alias, name in ALIASES.items():
             if name in families:
@@ -132,11 +140,19 @@ class _Families(Collector):
         for metric in self._metrics:
             yield from metric.collect()
 
-    def _engine(self) -> Iterator[Metric]:
-        """Yield what the engine counts; nothing once it has closed."""
+
+class _Engine:
+    """Makes the families of a model's engine."""
+
+    def __init__(self, model: ServedModel):
+        self._model, self._name = model, model.name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the engine counts; nothing before it is loaded, and once it has closed."""
         try:
-            stats, config = self._llm.stats(), self._llm.engine.config
-        except ServingError:
+            llm = self._model.llm
+            stats, config = llm.stats(), llm.engine.config
+        except (LoadingError, ServingError):
             return
         yield from self._gauges(stats)
         if isinstance(config, EngineConfig):  # an encoder has no cache
@@ -185,6 +201,11 @@ class _Families(Collector):
         for key, value in values.items():
             family.add_metric([self._name, key], value)
         return family
+
+
+def _empty(family: Metric) -> Metric:
+    """A family without values."""
+    return Metric(family.name, family.documentation, family.type)
 
 
 def _renamed(family: Metric, alias: str) -> Metric:

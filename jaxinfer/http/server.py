@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
 from jaxinfer.http.connection import DisconnectedError, until_disconnect
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
@@ -20,102 +19,94 @@ from jaxinfer.http.errors import BadRequestError, describe, encode_error
 from jaxinfer.http.generation import Reply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
+from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """The endpoints of one model.
+    """The endpoints of a server.
 
     Args:
-      llm: the model; closed when the server ends.
-      name: the name by which clients ask for it.
+      models: the models; closed when the server ends.
       limits: limits of clients.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, limits: Limits):
-        self.llm, self.name, self.limits, self.started = llm, name, limits, int(time.time())
-        self.metrics, self.is_ready = Metrics(llm, name), True
+    def __init__(self, models: ServedModels, limits: Limits):
+        self.models, self.limits, self.started = models, limits, int(time.time())
+        self.metrics = Metrics(models)
 
-    @property
-    def adapters(self) -> list[str]:
-        """The names of the model's LoRA adapters, which are models to clients."""
-        adapters = self.llm.engine.adapters
-        return [] if adapters is None else adapters.names
-
-    def find(self, model: str) -> tuple[str, str | None]:
-        """Return a model's name, and its adapter. Raises BadRequestError for an unknown model."""
-        if model in ("", self.name):
-            return self.name, None
-        if model in self.adapters:
-            return model, model
-        known = ", ".join([self.name, *self.adapters])
-        raise BadRequestError(
-            f"there is no model {model!r}; models: {known}.", param="model", status=404, code="model_not_found"
-        )
+    def choose(self, request: Request, name: str) -> ModelChoice:
+        """Find the model that a request asks for; its response is counted as this model's. Raises as `find` does."""
+        choice = self.models.find(name)
+        request.state.model = choice.model.name
+        return choice
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         body = decode(await self.limits.read_body(request), CompletionBody)
-        return await self._respond(request, completion_reply(self.llm, body, *self.find(body.model), self.limits))
+        model, name, adapter = self.choose(request, body.model)
+        return await self._respond(request, completion_reply(model.llm, body, name, adapter, self.limits))
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = decode(await self.limits.read_body(request), ChatBody)
-        return await self._respond(request, chat_reply(self.llm, body, *self.find(body.model), self.limits))
+        model, name, adapter = self.choose(request, body.model)
+        return await self._respond(request, chat_reply(model.llm, body, name, adapter, self.limits))
 
     async def _respond(self, request: Request, reply: Reply) -> Response:
         def count() -> None:
             for snapshot in reply.newest.values():
-                self.metrics.ended(snapshot.output())
+                self.metrics.ended(request.state.model, snapshot.output())
 
         return await respond(request, reply, count)
 
     async def embeddings(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         body = decode(await self.limits.read_body(request), EmbeddingBody)
-        work = embeddings(self.llm, body, *self.find(body.model), self.limits)
+        model, name, adapter = self.choose(request, body.model)
+        work = embeddings(model.llm, body, name, adapter, self.limits)
         return _json(await until_disconnect(request.receive, work))
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
         body = decode(await self.limits.read_body(request), TokenizeBody)
-        self.find(body.model)
-        return _json(await tokenize(self.llm, body))
+        return _json(await tokenize(self.choose(request, body.model).model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
         body = decode(await self.limits.read_body(request), DetokenizeBody)
-        self.find(body.model)
-        return _json(detokenize(self.llm, body))
+        return _json(detokenize(self.choose(request, body.model).model.llm, body))
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return _json({"object": "list", "data": [self._model(name) for name in (self.name, *self.adapters)]})
+        described = [self._describe(model, name) for model in self.models for name in (model.name, *model.adapters)]
+        return _json({"object": "list", "data": described})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        name, _ = self.find(request.path_params["model"])
-        return _json(self._model(name))
+        model, name, _ = self.choose(request, request.path_params["model"])
+        return _json(self._describe(model, name))
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _describe(self, model: ServedModel, name: str) -> dict[str, object]:
+        """Describe a model or one of its adapters."""
         described: dict[str, object] = {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "jaxinfer",
-            "max_model_len": self.llm.engine.config.context,
+            "max_model_len": model.llm.engine.config.context,
         }
-        return described if name == self.name else {**described, "parent": self.name}
+        return described if name == model.name else {**described, "parent": model.name}
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: whether the process lives."""
-        return Response(status_code=200 if self.llm.is_running else 503)
+        return Response(status_code=200 if self.models.are_running else 503)
 
     async def ready(self, request: Request) -> Response:
-        """`GET /ready`: whether requests are taken."""
-        return Response(status_code=200 if self.is_ready and self.llm.is_running else 503)
+        """`GET /ready`: whether requests to every model are taken."""
+        return Response(status_code=200 if self.models.are_loaded and self.models.are_running else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         """`GET /metrics`, in Prometheus' format."""
@@ -137,27 +128,27 @@ class Server:
                 response = Response(status_code=499)
             except Exception as error:
                 response = error_response(error)
-            self.metrics.responded(path, response.status_code)
+            only = self.models.only and self.models.only.name
+            self.metrics.responded(getattr(request.state, "model", only or ""), path, response.status_code)
             return response
 
         return Route(path, handle, methods=list(methods or ("GET",)))
 
 
-def make_app(llm: AsyncLLM, name: str, limits: Limits) -> Starlette:
-    """Make the application of a model; see `jaxinfer.http.app`."""
-    server = Server(llm, name, limits)
+def make_app(models: ServedModels, limits: Limits) -> Starlette:
+    """Make the application of models, some of which may be loaded later; see `jaxinfer.http.app`."""
+    server = Server(models, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        server.is_ready = False
-        await asyncio.to_thread(llm.close, drain=True)
+        await asyncio.to_thread(models.close)
 
     routes = [
         server.guarded("/v1/completions", server.completions, "POST"),
         server.guarded("/v1/chat/completions", server.chat, "POST"),
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
-        server.guarded("/v1/models", server.models),
+        server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
         server.guarded("/tokenize", server.tokenize, "POST"),
         server.guarded("/detokenize", server.detokenize, "POST"),

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.http.metrics import ALIAS_LABELS, ALIASES, Metrics
+from jaxinfer.http.served_models import ServedModel
 from tests.generation.conftest import PLAIN
 from tests.generation.few_programs import few_programs
 
@@ -35,6 +36,12 @@ def output(llm):
     return [llm.submit(PROMPT, params).result() for _ in range(2)][1]
 
 
+def metrics_of(llm):
+    model = ServedModel("tiny", lambda: llm)
+    model.load()
+    return Metrics([model])
+
+
 def scrape(metrics):
     """The families by name, and each sample's value by its name and the values of its labels, without the model."""
     text, _ = metrics.expose()
@@ -48,7 +55,7 @@ def scrape(metrics):
 
 
 def test_the_engine_is_read_at_each_scrape(llm, output):
-    metrics = Metrics(llm, "tiny")
+    metrics = metrics_of(llm)
     families, values = scrape(metrics)
     stats = llm.stats()
     assert values["jaxinfer_requests_running",] == values["jaxinfer_requests_waiting",] == 0
@@ -76,7 +83,7 @@ def test_the_engine_is_read_at_each_scrape(llm, output):
 def test_a_running_completion_counts(llm, output, monkeypatch):
     busy = dataclasses.replace(llm.stats(), running=3, waiting=2, used_pages=5, num_pages=20)
     monkeypatch.setattr(llm, "stats", lambda: busy)
-    _, values = scrape(Metrics(llm, "tiny"))
+    _, values = scrape(metrics_of(llm))
     assert values["vllm:num_requests_running",] == 3
     assert values["vllm:num_requests_waiting",] == 2
     assert values["vllm:kv_cache_usage_perc",] == 0.25
@@ -90,8 +97,8 @@ def with_timings(output, count=1, **changes):
 
 
 def test_ended_requests_are_in_the_histograms(llm, output):
-    metrics = Metrics(llm, "tiny")
-    metrics.ended(output)
+    metrics = metrics_of(llm)
+    metrics.ended("tiny", output)
     timings = output.outputs[0].timings
     _, values = scrape(metrics)
     assert values["jaxinfer_time_to_first_token_seconds_sum",] == pytest.approx(timings.first_token_s)
@@ -99,8 +106,8 @@ def test_ended_requests_are_in_the_histograms(llm, output):
 
 
 def test_histograms_have_each_completion_in_its_bucket(llm, output):
-    metrics = Metrics(llm, "tiny")
-    metrics.ended(with_timings(output, 2, first_token_s=0.2, total_s=3.0, tokens_per_s=50.0))
+    metrics = metrics_of(llm)
+    metrics.ended("tiny", with_timings(output, 2, first_token_s=0.2, total_s=3.0, tokens_per_s=50.0))
     _, values = scrape(metrics)
     for name, seconds, below, above in (
         ("jaxinfer_time_to_first_token_seconds", 0.2, "0.1", "0.25"),
@@ -114,8 +121,8 @@ def test_histograms_have_each_completion_in_its_bucket(llm, output):
 
 
 def test_a_completion_without_tokens_has_no_rate(llm, output):
-    metrics = Metrics(llm, "tiny")
-    metrics.ended(with_timings(output, 2, first_token_s=None, tokens_per_s=None))
+    metrics = metrics_of(llm)
+    metrics.ended("tiny", with_timings(output, 2, first_token_s=None, tokens_per_s=None))
     _, values = scrape(metrics)
     assert values["jaxinfer_request_seconds_count",] == 2
     assert values["jaxinfer_time_to_first_token_seconds_count",] == 0
@@ -123,11 +130,11 @@ def test_a_completion_without_tokens_has_no_rate(llm, output):
 
 
 def test_responses_and_rejections_are_counted(llm):
-    metrics = Metrics(llm, "tiny")
+    metrics = metrics_of(llm)
     _, values = scrape(metrics)
     assert values["jaxinfer_admission_rejections_total",] == 0
     for status in (200, 429, 200, 429, 429):
-        metrics.responded("/v1/completions", status)
+        metrics.responded("tiny", "/v1/completions", status)
     _, values = scrape(metrics)
     assert values["jaxinfer_http_responses_total", "/v1/completions", "200"] == 2
     assert values["jaxinfer_http_responses_total", "/v1/completions", "429"] == 3
@@ -135,9 +142,9 @@ def test_responses_and_rejections_are_counted(llm):
 
 
 def test_aliases_have_the_values_of_our_names(llm, output):
-    metrics = Metrics(llm, "tiny")
-    metrics.ended(output)
-    metrics.responded("/v1/completions", 429)
+    metrics = metrics_of(llm)
+    metrics.ended("tiny", output)
+    metrics.responded("tiny", "/v1/completions", 429)
     families, _ = scrape(metrics)
     for alias, own in ALIASES.items():
         assert families[alias].type == families[own].type
@@ -156,8 +163,8 @@ def test_aliases_have_the_values_of_our_names(llm, output):
 
 
 def test_servers_share_nothing(llm):
-    one, other = Metrics(llm, "tiny"), Metrics(llm, "tiny")
-    one.responded("/v1/completions", 429)
+    one, other = metrics_of(llm), metrics_of(llm)
+    one.responded("tiny", "/v1/completions", 429)
     assert scrape(other)[1]["jaxinfer_admission_rejections_total",] == 0
     assert not [family.name for family in REGISTRY.collect() if "jaxinfer" in family.name]
 
@@ -165,9 +172,9 @@ def test_servers_share_nothing(llm):
 def test_a_closed_model_can_be_scraped(model_dir):
     with few_programs():
         llm = AsyncLLM(model_dir, **PLAIN)
-    metrics = Metrics(llm, "tiny")
+    metrics = metrics_of(llm)
     llm.close()
-    metrics.responded("/v1/completions", 503)
+    metrics.responded("tiny", "/v1/completions", 503)
     text, content_type = metrics.expose()
     families, values = scrape(metrics)
     assert content_type.startswith("text/plain")

@@ -1,0 +1,161 @@
+"""The config of a server: its address, its limits, and its models with their options; read from a TOML file."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Required, Self
+
+import msgspec
+from msgspec import Meta
+
+from jaxinfer.fields import check_fields, shown
+from jaxinfer.generation.engine.config import EngineOptions
+from jaxinfer.http.limits import Limits
+from jaxinfer.hub import HubName, model_in_file
+from jaxinfer.sharding import MeshConfig
+from jaxinfer.toml_files import check_table, reading_toml
+
+MAX_ADAPTERS = 8
+"""`max_adapters` of a model that loads adapters later, unless its options say another."""
+
+Port = Annotated[int, Meta(ge=1, le=65535, description="an integer in [1, 65535]")]
+
+
+class ModelTable(EngineOptions, total=False):
+    """A model's table in a file: the options of `AsyncLLM`, by the same names."""
+
+    path: Required[str]
+    adapter_folders: list[str]
+    adapters: dict[str, str]
+    cache_bytes: int
+    compile_ahead: bool
+    context: int
+    device_memory: int | str
+    dtype: str
+    host_memory: int | str
+    layer_files: str
+    max_batch: int
+    max_requests: int
+    max_waiting: int
+    mesh: dict[str, Any]
+    prefetch: int
+    quantize: str
+    trust_request_chat_template: bool
+    weights: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model to serve.
+
+    Attributes:
+      path: a model directory, or what stands for one, as in `AsyncLLM`.
+      options: options of `AsyncLLM`.
+      adapter_folders: the folders from which clients may load LoRA adapters; none: they may load none.
+    """
+
+    path: Path | HubName
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adapter_folders: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        for folder in self.adapter_folders:
+            if not folder.is_dir():
+                raise ValueError(f"adapter folder {folder}: no such directory.")
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """All options of `AsyncLLM`, with those that a server has by default."""
+        room = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": 16} if self.adapter_folders else {}
+        return {"path": str(self.path), "max_waiting": 0, **room, **self.options}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The config of a server.
+
+    Attributes:
+      models: the models, by the names by which clients ask for them.
+      host: the address to listen on.
+      port: the port to listen on.
+      access_log: whether each request is logged on stderr.
+      limits: limits of clients.
+      source: the file that describes it; None: the command line.
+    """
+
+    models: Mapping[str, ModelConfig]
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    access_log: bool = False
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "host", "port", "access_log")
+        if not self.models:
+            raise ValueError("models: there are none; a server needs at least one.")
+        check_names(
+            name
+            for model_name, model in self.models.items()
+            for name in (model_name, *(model.options.get("adapters") or ()))
+        )
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], *, api_keys: tuple[str, ...] = ()) -> Self:
+        """Read a TOML file; its paths are relative to its folder.
+
+        Args:
+          api_keys: as in `Limits`; a file has none.
+
+        Raises ValueError, naming the file.
+        """
+        with reading_toml(path, "a server") as content:
+            check_table("the file", content, _File.__struct_fields__)
+            models = content.get("models")
+            for name, table in models.items() if isinstance(models, dict) else ():
+                check_table(f"models.{name}", table, ModelTable.__annotations__)
+            file = msgspec.convert(content, _File)
+            config = cls(
+                models={name: _model(name, table, Path(path).parent) for name, table in file.models.items()},
+                host=file.host,
+                port=file.port,
+                access_log=file.access_log,
+                limits=Limits(api_keys=api_keys, timeout=file.timeout, max_body_bytes=file.max_body_bytes),
+                source=str(path),
+            )
+        return config
+
+
+class _File(msgspec.Struct, kw_only=True):
+    models: dict[str, ModelTable]
+    host: str = ServerConfig.host
+    port: int = ServerConfig.port
+    access_log: bool = ServerConfig.access_log
+    timeout: float | None = Limits.timeout
+    max_body_bytes: int = Limits.max_body_bytes
+
+
+def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
+    """Make a model's config of its table, with its paths from the file's folder."""
+    options: dict[str, Any] = dict(table)
+    path = model_in_file(f"models.{name}.path", options.pop("path"), folder)
+    if "adapters" in options:
+        options["adapters"] = {adapter: folder / place for adapter, place in options["adapters"].items()}
+    if "layer_files" in options:
+        options["layer_files"] = folder / options["layer_files"]
+    if "mesh" in options:
+        options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"models.{name}.mesh")
+    folders = tuple(folder / place for place in options.pop("adapter_folders", ()))
+    return ModelConfig(path=path, options=options, adapter_folders=folders)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError unless the names of models and adapters are distinct, and each can be shown."""
+    seen = set[str]()
+    for name in names:
+        if not name or not name.isprintable():
+            raise ValueError(f"the name of a model must be printable characters, at least one; got {shown(name)}.")
+        if name in seen:
+            raise ValueError(f"two models or adapters have the name {name!r}: give each its own.")
+        seen.add(name)

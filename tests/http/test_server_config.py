@@ -1,0 +1,123 @@
+"""The TOML file of a server: the options of `AsyncLLM` by their names, and anything else refused."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from jaxinfer import AsyncLLM, MeshConfig
+from jaxinfer.cli.serve import serve
+from jaxinfer.generation.api.build import LoadOptions
+from jaxinfer.http.config import ModelConfig, ModelTable, ServerConfig
+from jaxinfer.http.limits import Limits
+from jaxinfer.hub import HubName
+
+FILE = """
+host = "::1"
+port = 80
+access_log = true
+timeout = 5
+max_body_bytes = 100
+
+[models.demo]
+path = "models/demo"
+adapters = { capitals = "adapters/capitals" }
+adapter_folders = ["adapters"]
+mesh = { tensor = 2 }
+layer_files = "layers"
+weights = "disk"
+host_memory = "1GiB"
+max_batch = 4
+kv_dtype = "int8"
+
+[models."org/name"]
+path = "hf://org/name@main"
+"""
+
+
+def read(folder, text):
+    (folder / "serve.toml").write_text(text)
+    return ServerConfig.read(folder / "serve.toml", api_keys=("key",))
+
+
+def test_a_file(tmp_path):
+    (tmp_path / "adapters").mkdir()
+    config = read(tmp_path, FILE)
+    assert config == ServerConfig(
+        host="::1",
+        port=80,
+        access_log=True,
+        limits=Limits(timeout=5, max_body_bytes=100, api_keys=("key",)),
+        source=str(tmp_path / "serve.toml"),
+        models={
+            "demo": ModelConfig(
+                path=tmp_path / "models/demo",
+                options={
+                    "adapters": {"capitals": tmp_path / "adapters/capitals"},
+                    "mesh": MeshConfig(tensor=2),
+                    "layer_files": tmp_path / "layers",
+                    "weights": "disk",
+                    "host_memory": "1GiB",
+                    "max_batch": 4,
+                    "kv_dtype": "int8",
+                },
+                adapter_folders=(tmp_path / "adapters",),
+            ),
+            "org/name": ModelConfig(path=HubName("org/name", "main")),
+        },
+    )
+    demo, other = (model.load_options for model in config.models.values())
+    assert (demo["path"], demo["max_waiting"], demo["max_adapters"]) == (str(tmp_path / "models/demo"), 0, 8)
+    assert other == {"path": "org/name", "max_waiting": 0}
+
+
+def test_defaults_are_those_of_the_command_line():
+    config, options = ServerConfig(models={"a": ModelConfig(path=Path("a"))}), inspect.signature(serve).parameters
+    for name in ("host", "port", "access_log"):
+        assert options[name].default == getattr(config, name)
+    for name in ("timeout", "max_body_bytes"):
+        assert options[name].default == getattr(config.limits, name)
+    assert options["max_waiting"].default == config.models["a"].load_options["max_waiting"]
+
+
+def test_a_table_has_every_option_that_can_be_written():
+    own = {p.name for p in inspect.signature(AsyncLLM).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    functions = {"logits_processors", "progress", "rules"}
+    assert ModelTable.__annotations__.keys() == (
+        (LoadOptions.__annotations__.keys() | own | {"path", "adapter_folders"}) - functions
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port =", ":1: not TOML: "),
+        ("", ": Object missing required field `models`"),
+        ("[models]", ": models: there are none; a server needs at least one."),
+        ("prt = 1\n[models.a]\npath = 'a'", ": the file: unknown field 'prt'; known: models, host, port"),
+        ("[models.a]\npath = 'a'\nmax_bach = 1", ": models.a: unknown field 'max_bach'; known: "),
+        ("[models.a]\nmax_batch = 1", ": Object missing required field `path` - at `$.models[...]`"),
+        ("[models.a]\npath = 'a'\nmax_batch = '1'", ": Expected `int`, got `str` - at `$.models[...].max_batch`"),
+        ("port = 0\n[models.a]\npath = 'a'", ": ServerConfig.port must be an integer in [1, 65535], got 0."),
+        ("timeout = 0\n[models.a]\npath = 'a'", ": Limits.timeout must be a finite number > 0"),
+        ("[models.a]\npath = 'hf://a'", ": models.a.path must be hf://ORG/NAME"),
+        ("[models.a]\npath = 'a'\nadapter_folders = ['no']", ": adapter folder "),
+        ("[models.a]\npath = 'a'\nmesh = { tenor = 2 }", ": models.a.mesh: "),
+        ("[models.a]\npath = 'a'\nadapters = { a = 'b' }", ": two models or adapters have the name 'a'"),
+        ("[models.'']\npath = 'a'", ": the name of a model must be printable characters"),
+        ("models = 3", ": Expected `object`, got `int` - at `$.models`"),
+        ("[models]\na = 3", ": Expected `object`, got `int` - at `$.models[...]`"),
+    ],
+)
+def test_what_a_file_may_not_have(tmp_path, text, message):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'serve.toml'}{message}")):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "serve.toml").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="codec"):
+        ServerConfig.read(tmp_path / "serve.toml")
