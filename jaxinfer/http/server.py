@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
 from jaxinfer.http.connection import DisconnectedError, until_disconnect
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
@@ -89,6 +90,19 @@ class Server:
         model, name, _ = self.choose(request, request.path_params["model"])
         return _json(self._describe(model, name))
 
+    async def load_adapter(self, request: Request) -> Response:
+        """`POST /v1/load_lora_adapter`."""
+        body = decode(await self.limits.read_body(request), LoadAdapterBody)
+        model = self.choose(request, body.model).model
+        await load_adapter(self.models, model, body)
+        return _json(self._describe(model, body.lora_name))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """`POST /v1/unload_lora_adapter`."""
+        body = decode(await self.limits.read_body(request), UnloadAdapterBody)
+        unload_adapter(self.choose(request, body.model).model, body)
+        return _json({"id": body.lora_name, "object": "model", "deleted": True})
+
     def _describe(self, model: ServedModel, name: str) -> dict[str, object]:
         """Describe a model or one of its adapters."""
         described: dict[str, object] = {
@@ -150,6 +164,8 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
         server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
+        server.guarded("/v1/load_lora_adapter", server.load_adapter, "POST"),
+        server.guarded("/v1/unload_lora_adapter", server.unload_adapter, "POST"),
         server.guarded("/tokenize", server.tokenize, "POST"),
         server.guarded("/detokenize", server.detokenize, "POST"),
         Route("/metrics", server.show_metrics),

@@ -35,6 +35,7 @@ class AdapterCache:
         self.size, self.max_rank, self.host_bytes = size, max_rank, host_bytes
         self._family, self._config = family, config
         self._infos: dict[str, AdapterInfo] = {}
+        self._names: list[str] = []
         self._empty = list(range(size, 0, -1))
         self._device: Residents[str, int] = Residents(size)  # adapters' indices
         self._uploads: list[tuple[int, Adapter]] = []
@@ -51,16 +52,31 @@ class AdapterCache:
         info = AdapterInfo.read(folder)
         info.require_rank(self.max_rank)
         self._infos[name] = info
+        self._names.append(name)
+
+    def register_checked(self, name: str, folder: str | os.PathLike[str]) -> str:
+        """Read an adapter, and register it under a name that stands for its content, NAME@DIGEST; return that name.
+
+        A client's name can so mean another adapter later, while requests still use this one. It may be called from
+        any thread, and again for the same adapter, whose new folder counts. A record of about 1 KB stays of each.
+
+        Raises CheckpointError for an adapter that is damaged or does not fit the model.
+        """
+        adapter = read_adapter(folder, self._family, self._config, max_rank=self.max_rank)
+        name = f"{name}@{adapter.digest.hex()}"
+        self._digests[name] = adapter.digest
+        self._infos[name] = adapter.info
+        return name
 
     @property
     def names(self) -> list[str]:
-        """The names of the registered adapters."""
-        return list(self._infos)
+        """The names of the adapters that were given to `register`."""
+        return list(self._names)
 
     def check(self, name: str) -> None:
         """Raise ValueError if no adapter has this name."""
         if name not in self._infos:
-            known = ", ".join(sorted(self._infos)) or "none"
+            known = ", ".join(sorted(self._names)) or "none"
             raise ValueError(f"unknown adapter {name!r}; known: {known}.")
 
     def __contains__(self, name: str) -> bool:
