@@ -27,6 +27,8 @@ from jaxinfer.cli.common import (
 from jaxinfer.extras import require_extra
 
 if TYPE_CHECKING:
+    import socket
+
     from jaxinfer.http.config import ServerConfig
 
 KEYS = "JAXINFER_API_KEY"
@@ -82,19 +84,29 @@ def serve(
     """
     for package in ("uvicorn", "starlette", "prometheus_client"):
         require_extra(package, "jaxinfer serve")
-    from jaxinfer.http.config import ServerConfig
-    from jaxinfer.http.process import serve as run
+    from jaxinfer.http.listening import listen
 
     keys = tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
     if config is None:
-        served = _given(ctx, keys)
+        with listen(host, port) as listening:  # before what takes seconds to import
+            _run(_given(ctx, keys), listening)
     else:
         _refuse_others(ctx)
+        from jaxinfer.http.config import ServerConfig
+
         served = ServerConfig.read(config, api_keys=keys)
-    _warn(served.host, keys)
-    host = f"[{served.host}]" if ":" in served.host else served.host
-    names = ", ".join(served.models)
-    run(served, ready=lambda: note(f"Serving {names} at http://{host}:{served.port}/v1; Ctrl-C ends it."))
+        with listen(served.host, served.port) as listening:
+            _run(served, listening)
+
+
+def _run(config: "ServerConfig", listening: "socket.socket") -> None:
+    """Serve what a config describes."""
+    from jaxinfer.http.process import serve as run
+
+    _warn(config.host, config.limits.api_keys)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    served = f"Serving {', '.join(config.models)} at http://{host}:{config.port}/v1; Ctrl-C ends it."
+    run(config, listening, ready=lambda: note(served))
 
 
 def _refuse_others(ctx: typer.Context) -> None:

@@ -1,4 +1,4 @@
-"""The process of `jaxinfer serve`: listens at once, loads models in a thread, and ends if one cannot be loaded."""
+"""The process of `jaxinfer serve`: it loads its models in a thread, and ends if one cannot be loaded."""
 
 import functools
 import re
@@ -14,16 +14,15 @@ from jaxinfer.http.served_models import ServedModel, ServedModels
 from jaxinfer.http.server import make_app
 
 
-def serve(config: ServerConfig, *, ready: Callable[[], None]) -> None:
+def serve(config: ServerConfig, listening: socket.socket, *, ready: Callable[[], None]) -> None:
     """Serve models until a signal ends the process.
 
     Args:
+      listening: the socket that listens on the config's address.
       ready: called in another thread once all models are loaded.
 
-    Raises ValueError for an address that cannot be listened on, and for a model of a file that cannot be loaded; what
-    `AsyncLLM` raises, for one of the command line.
+    Raises what `AsyncLLM` raises for a model that cannot be loaded; ValueError, naming the file, for one of a file.
     """
-    listening = _listen(config.host, config.port)
     models = [
         ServedModel(name, functools.partial(_load, config.source, name, model), model.adapter_folders)
         for name, model in config.models.items()
@@ -50,16 +49,6 @@ def serve(config: ServerConfig, *, ready: Callable[[], None]) -> None:
             raise
     if errors:
         raise errors[0]
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen on an address: clients that connect wait until the server takes them. Raises ValueError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]  # Python adds the address
-        raise ValueError(f"cannot listen on {host}, port {port}: {reason}; choose another.") from error
 
 
 def _load(source: str | None, name: str, model: ModelConfig) -> AsyncLLM:

@@ -1,6 +1,7 @@
 """Which adapter is where on the device: against a plain model of pins and evictions, and where files are missing."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -287,3 +288,18 @@ def test_registration(tmp_path):
 def test_sizes(sizes):
     with pytest.raises(ValueError, match=f"{next(iter(sizes))}=0: adapters need at least 1"):
         AdapterCache(**{"size": 1, "max_rank": 1, "host_bytes": 0, "family": "tiny", "config": CONFIG} | sizes)
+
+
+def test_a_checked_adapter_has_the_name_of_its_content(tmp_path):
+    cache, folder = cache_of({}), save(tmp_path / "f")
+    first = cache.register_checked("f", folder)
+    assert first.startswith("f@")
+    assert cache.names == []
+    assert cache.register_checked("f", shutil.copytree(folder, tmp_path / "g")) == first
+    save(folder, rank=3)
+    second = cache.register_checked("f", folder)
+    assert second != first
+    assert cache.pin(first) == 1  # from its new folder
+    assert cache.pin(second) == 2
+    with pytest.raises(ValueError, match="no such file"):
+        cache.register_checked("f", tmp_path)
