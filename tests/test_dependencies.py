@@ -66,6 +66,7 @@ WITH_EXTRAS = {
     "jaxinfer.evaluation.elastic.plots",
     "jaxinfer.evaluation.elastic.report",
     "jaxinfer.evaluation.figures",
+    "jaxinfer.http.connection",
     "jaxinfer.http.generation",
     "jaxinfer.http.metrics",
     "jaxinfer.http.process",

@@ -70,7 +70,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: UnsetType | None = UNSET
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     """A completion, or what of it is new: a text in `/v1/completions`, else a message, or a chat's delta."""
 
     index: int
@@ -82,14 +82,14 @@ class Choice(msgspec.Struct):
     delta: Message | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class Completion(msgspec.Struct, kw_only=True):
     """The answer to a completion or a chat, whole or a chunk of it."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
 
 

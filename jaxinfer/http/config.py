@@ -111,11 +111,11 @@ class ServerConfig:
         Raises ValueError, naming the file.
         """
         with reading_toml(path, "a server") as content:
-            check_table("the file", content, _File.__struct_fields__)
+            check_table("the file", content, _ServerFile.__struct_fields__)
             models = content.get("models")
             for name, table in models.items() if isinstance(models, dict) else ():
                 check_table(f"models.{name}", table, ModelTable.__annotations__)
-            file = msgspec.convert(content, _File)
+            file = msgspec.convert(content, _ServerFile)
             config = cls(
                 models={name: _model(name, table, Path(path).parent) for name, table in file.models.items()},
                 host=file.host,
@@ -127,7 +127,7 @@ class ServerConfig:
         return config
 
 
-class _File(msgspec.Struct, kw_only=True):
+class _ServerFile(msgspec.Struct, kw_only=True):
     models: dict[str, ModelTable]
     host: str = ServerConfig.host
     port: int = ServerConfig.port

@@ -1,4 +1,4 @@
-"""What is sent to a client, for as long as it stays."""
+"""Sends answers to a client for as long as it stays."""
 
 import asyncio
 import contextlib

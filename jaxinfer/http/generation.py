@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
 from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.http.answers import Answer, Choice, LogprobForms, Message, usage_of
+from jaxinfer.http.answers import Completion, CompletionChoice, LogprobForms, Message, usage_of
 from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
 from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
@@ -45,15 +45,17 @@ class Reply(abc.ABC):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     @abc.abstractmethod
-    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """A completion. index: its place among those of all prompts."""
 
     @abc.abstractmethod
-    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
-        """What of a completion is new since it was seen; None if nothing is."""
+    def delta(
+        self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None
+    ) -> CompletionChoice | None:
+        """The new part of a completion since it was seen; None if nothing is new."""
 
-    def _answer(self, kind: str, choices: list[Choice]) -> Answer:
-        return Answer(id=self.id, object=kind, created=self.created, model=self.model, choices=choices)
+    def _answer(self, kind: str, choices: list[CompletionChoice]) -> Completion:
+        return Completion(id=self.id, object=kind, created=self.created, model=self.model, choices=choices)
 
     async def whole(self) -> bytes:
         """Wait for all outputs; return the answer as JSON."""
@@ -81,10 +83,10 @@ class Reply(abc.ABC):
             yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         yield DONE
 
-    def _deltas(self, place: int, snapshot: RequestSnapshot) -> list[Choice]:
-        """What is new in each completion of a prompt."""
+    def _deltas(self, place: int, snapshot: RequestSnapshot) -> list[CompletionChoice]:
+        """The new parts of a prompt's completions."""
         seen, self.newest[place] = self.newest.get(place), snapshot
-        first, deltas = place * len(snapshot.completions), list[Choice]()
+        first, deltas = place * len(snapshot.completions), list[CompletionChoice]()
         for number, completion in enumerate(snapshot.completions):
             before = None if seen is None else seen.completions[number]
             if completion is not before and (delta := self.delta(first + number, completion, before)) is not None:
@@ -98,22 +100,24 @@ class CompletionReply(Reply):
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
-    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """The text of a completion."""
         return self._choice(index, completion, None)
 
-    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
+    def delta(
+        self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None
+    ) -> CompletionChoice | None:
         """The new text."""
         choice = self._choice(index, completion, seen)
         return choice if choice.text or choice.finish_reason or choice.logprobs else None
 
-    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice:
+    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> CompletionChoice:
         text, logprobs = completion.text(seen), None
         prompt = self._prompt(completion) if self.body.echo else ""
         if self.body.logprobs is not None:
             logprobs = self._logprobs(completion, seen, prompt)
         text = prompt + text if seen is None else text
-        return Choice(index, completion.finish_reason, completion.stop_reason, logprobs, text=text)
+        return CompletionChoice(index, completion.finish_reason, completion.stop_reason, logprobs, text=text)
 
     def _prompt(self, completion: CompletionSnapshot) -> str:
         request = completion.sequence.request
@@ -136,13 +140,15 @@ class ChatReply(Reply):
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def whole_choice(self, index: int, completion: CompletionSnapshot) -> Choice:
+    def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """The message of a completion."""
         choice = self._choice(index, completion, None)
         choice.message = Message(role="assistant", content=completion.text(), refusal=None)
         return choice
 
-    def delta(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice | None:
+    def delta(
+        self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None
+    ) -> CompletionChoice | None:
         """The new text; the first one names the role."""
         choice, text = self._choice(index, completion, seen), completion.text(seen)
         if seen is None:
@@ -153,11 +159,11 @@ class ChatReply(Reply):
             return None
         return choice
 
-    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> Choice:
+    def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> CompletionChoice:
         logprobs = None
         if self.body.logprobs:
             logprobs = self.logprobs.of_chat(completion.output(seen).logprobs or [])
-        return Choice(index, completion.finish_reason, completion.stop_reason, logprobs)
+        return CompletionChoice(index, completion.finish_reason, completion.stop_reason, logprobs)
 
 
 async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestSnapshot]]:
