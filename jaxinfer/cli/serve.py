@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     from jaxinfer.http.config import ServerConfig
 
+MODEL_OPTIONS = ("max_batch", "max_requests", "max_waiting", "max_queue_time", "compile_ahead")
+"""Options of `AsyncLLM` that are those of the command, too."""
+
 KEYS = "JAXINFER_API_KEY"
 """The environment variable with API keys, separated by commas."""
 
@@ -59,6 +62,9 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Maximum number of completions that run at once.")] = 8,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests in flight.")] = 1024,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of further requests that wait; others get 429.")] = 0,
+    max_queue_time: Annotated[
+        float, typer.Option(help="Seconds that a request may wait for its turn; others get 429 at once.")
+    ] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up, with 408.")] = 600.0,
     max_body_bytes: Annotated[int, typer.Option(help="Maximum bytes of a body; larger ones get 413.")] = 8_388_608,
     compile_ahead: Annotated[
@@ -131,7 +137,7 @@ def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
     names = [given["name"]] if given["name"] else [_name(path) for path in paths]
     check_names(names)
     options = model_options(ctx) | {"adapters": adapters or None}
-    options |= {name: given[name] for name in ("max_batch", "max_requests", "max_waiting", "compile_ahead")}
+    options |= {name: given[name] for name in MODEL_OPTIONS}
     folders = tuple(given["adapter_folder"] or ())
     models = {
         name: ModelConfig(path=path, options=options, adapter_folders=folders)

@@ -19,6 +19,9 @@ from jaxinfer.toml_files import check_table, reading_toml
 MAX_ADAPTERS = 8
 """`max_adapters` of a model that loads adapters later, unless its options say another."""
 
+MAX_QUEUE_TIME = 30.0
+"""`max_queue_time` of a model, unless its options say another."""
+
 Port = Annotated[int, Meta(ge=1, le=65535, description="an integer in [1, 65535]")]
 
 
@@ -36,6 +39,7 @@ class ModelTable(EngineOptions, total=False):
     host_memory: int | str
     layer_files: str
     max_batch: int
+    max_queue_time: float
     max_requests: int
     max_waiting: int
     mesh: dict[str, Any]
@@ -68,7 +72,7 @@ class ModelConfig:
     def load_options(self) -> dict[str, Any]:
         """All options of `AsyncLLM`, with those that a server has by default."""
         room = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": 16} if self.adapter_folders else {}
-        return {"path": str(self.path), "max_waiting": 0, **room, **self.options}
+        return {"path": str(self.path), "max_waiting": 0, "max_queue_time": MAX_QUEUE_TIME, **room, **self.options}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Metrics of a server, in Prometheus' text format."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
@@ -30,13 +31,18 @@ ALIASES = {
     "vllm:prefix_cache_hits": "jaxinfer_cached_prompt_tokens",
     "vllm:time_to_first_token_seconds": "jaxinfer_time_to_first_token_seconds",
     "vllm:admission_rejections": "jaxinfer_admission_rejections",
+    "vllm:lora_requests_info": "jaxinfer_lora_requests_info",
 }
-"""Names that gateways and dashboards read -> our own families. Counters' samples end in `_total`, under both names.
+"""Names that gateways and dashboards read -> our own families. Counters' samples end in `_total`, under both names."""
 
-`vllm:lora_requests_info` is missing: the engine does not tell other threads which adapters its requests use.
-"""
-
-ALIAS_LABELS = {"model": "model_name", "page_tokens": "block_size", "pages": "num_gpu_blocks"}
+ALIAS_LABELS = {
+    "model": "model_name",
+    "page_tokens": "block_size",
+    "pages": "num_gpu_blocks",
+    "running": "running_lora_adapters",
+    "waiting": "waiting_lora_adapters",
+    "most": "max_lora",
+}
 """Our labels -> those of the aliases."""
 
 # Upper bounds in seconds.
@@ -158,11 +164,17 @@ class _Engine:
         if isinstance(config, EngineConfig):  # an encoder has no cache
             sizes = {"page_tokens": str(config.page_size), "pages": str(stats.num_pages)}
             yield self._gauge("kv_cache_info", "Sizes of the KV cache, as labels; the value is 1.", 1, sizes)
+        if isinstance(config, EngineConfig) and config.max_adapters:
+            names = {"running": stats.running_adapters, "waiting": stats.waiting_adapters}
+            adapters = {key: ",".join(sorted(value)) for key, value in names.items()}
+            about = "LoRA adapters of requests, as labels; the value is the time in seconds since 1970."
+            labels = {"most": str(config.max_adapters), **adapters}
+            yield self._gauge("lora_requests_info", about, time.time(), labels)
         yield from self._counters(stats)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("requests_running", "Completions that run.", stats.running)
-        yield self._gauge("requests_waiting", "Completions that wait for room.", stats.waiting)
+        yield self._gauge("requests_waiting", "Completions that have not begun.", stats.waiting)
         yield self._gauge("kv_pages_used", "Pages of the KV cache that running completions have.", stats.used_pages)
         yield self._gauge("kv_pages", "Pages of the KV cache.", stats.num_pages)
         usage = stats.used_pages / stats.num_pages if stats.num_pages else 0.0

@@ -15,7 +15,7 @@ class ServingError(RuntimeError):
 
 
 class OverloadedError(ServingError):
-    """A request was refused because too many wait.
+    """A request was refused, or had to give way to another one, because too many wait.
 
     Attributes:
       retry_after: estimated seconds until there is room; None if no request has ended yet to estimate by.

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -196,6 +196,11 @@ class Loop[AnyTicket: Ticket[Any]]:
         """The number of requests that the decider does not have yet."""
         return len(self._line)
 
+    @property
+    def in_line(self) -> Iterable[AnyTicket]:
+        """The requests that the decider does not have yet; for deciders. It changes under the lock."""
+        return self._line
+
     def stats(self) -> Any:
         """Return a copy of its statistics."""
         if self._origin.forked:
@@ -346,7 +351,8 @@ class Loop[AnyTicket: Ticket[Any]]:
                 f"Request {ticket.key!r} is in flight already: give another id, or prepare the prompt once for each "
                 "time it is to run."
             )
-        self._decider.check(ticket, self.clock())
+        ticket.arrived = self.clock()
+        self._decider.check(ticket, ticket.arrived)
         if self._line.has_room(self.num_tickets):
             return
         may_wait = block and threading.current_thread() not in self._threads

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 from jaxinfer.compiled import Clock
-from jaxinfer.serving.errors import DeadlineExceededError, ShedError
+from jaxinfer.serving.errors import DeadlineExceededError, OverloadedError, ShedError
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -16,7 +16,7 @@ class Statistics:
 
     Attributes:
       answered: number of requests with a result.
-      shed: number of requests that were not begun, those whose deadline passed before included.
+      shed: number of requests that were given up for lack of time, and those that gave way to others.
       cancelled: number of requests that their callers cancelled.
       failed: number of requests that ended with an error.
       late: number of answers after their deadlines.
@@ -46,7 +46,7 @@ class Statistics:
     def count(self, outcome: object, *, late: bool) -> None:
         """Count the end of a request."""
         match outcome:
-            case ShedError() | DeadlineExceededError():
+            case ShedError() | DeadlineExceededError() | OverloadedError():
                 self.shed += 1
             case CancelledError():
                 self.cancelled += 1

@@ -69,6 +69,7 @@ class Ticket[Outcome]:
       future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None with a reader.
       outcome: an answer or an error; None until it has ended.
       turn: set once it is accepted or has ended; None unless its caller stands in line.
+      arrived: when it was submitted, on the loop's clock.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Ticket[Outcome]:
         self.future: TicketFuture[Outcome] | None = TicketFuture(key) if reader is None else None
         self.outcome: Outcome | Exception | None = None
         self.turn: Event | None = None
+        self.arrived = 0.0
 
     @property
     def cancelled(self) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -146,7 +147,7 @@ def test_aliases_have_the_values_of_our_names(llm, output):
     metrics.ended("tiny", output)
     metrics.responded("tiny", "/v1/completions", 429)
     families, _ = scrape(metrics)
-    for alias, own in ALIASES.items():
+    for alias, own in ALIASES.items() - {("vllm:lora_requests_info", "jaxinfer_lora_requests_info")}:
         assert families[alias].type == families[own].type
         expected = [
             (
@@ -160,6 +161,17 @@ def test_aliases_have_the_values_of_our_names(llm, output):
     (cache,) = families["vllm:cache_config_info"].samples
     sizes = {"block_size": str(llm.engine.config.page_size), "num_gpu_blocks": str(llm.stats().num_pages)}
     assert (cache.name, cache.labels, cache.value) == ("vllm:cache_config_info", {"model_name": "tiny", **sizes}, 1)
+
+
+def test_adapters_of_requests_are_shown_where_there_may_be_any(llm, output, monkeypatch):
+    assert "vllm:lora_requests_info" not in scrape(Metrics(llm, "tiny"))[0]
+    busy = dataclasses.replace(llm.stats(), running_adapters={"b": 2, "a": 1}, waiting_adapters={"c": 1})
+    monkeypatch.setattr(llm, "stats", lambda: busy)
+    monkeypatch.setattr(llm.engine, "_config", dataclasses.replace(llm.engine.config, max_adapters=2))
+    (sample,) = scrape(Metrics(llm, "tiny"))[0]["vllm:lora_requests_info"].samples
+    names = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert sample.labels == {"model_name": "tiny", **names}
+    assert sample.value == pytest.approx(time.time(), abs=60)
 
 
 def test_servers_share_nothing(llm):

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
-from jaxinfer.fields import AtLeast1, NotNegative, SizeOrZero, check
+from jaxinfer.fields import AtLeast1, NotNegative, Positive, SizeOrZero, check
 from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
@@ -43,6 +43,9 @@ class AsyncLLM(Served, EngineHolder):
       path: a model directory, or what stands for one, as in `LLM`; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
       max_waiting: how many callers may wait so; more are refused with OverloadedError. None: any number.
+      max_queue_time: how many seconds a request may wait for a place in the batch. One that is expected to wait longer
+        than half of them is refused with OverloadedError at once, one that has waited so long later. Those of the
+        lowest priority (the largest `priority`) first. None: any time.
       compile_ahead: whether all programs are compiled before it takes requests, as servers and benchmarks want it, so
         that no request waits for one.
       trust_request_chat_template: whether `chat` takes the text of a template, which is code, from its callers.
@@ -74,6 +77,7 @@ class AsyncLLM(Served, EngineHolder):
         *,
         max_requests: int = 1024,
         max_waiting: int | None = None,
+        max_queue_time: float | None = None,
         compile_ahead: bool = False,
         trust_request_chat_template: bool = False,
         progress: ProgressOption = None,
@@ -81,6 +85,7 @@ class AsyncLLM(Served, EngineHolder):
     ):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         max_waiting = check("AsyncLLM.max_waiting", max_waiting, SizeOrZero | None)
+        max_queue_time = check("AsyncLLM.max_queue_time", max_queue_time, Positive | None)
         compile_ahead = check("AsyncLLM.compile_ahead", compile_ahead, bool)
         self._trusts_templates = check("AsyncLLM.trust_request_chat_template", trust_request_chat_template, bool)
         with showing(progress), long_work(f"loading {path}"):
@@ -88,7 +93,10 @@ class AsyncLLM(Served, EngineHolder):
             if compile_ahead:
                 self.engine.compile_ahead()
         self._preparation = Preparation()
-        self._loop = RequestDecider(self.engine, max_requests=max_requests, max_waiting=max_waiting).loop
+        decider = RequestDecider(
+            self.engine, max_requests=max_requests, max_waiting=max_waiting, max_queue_time=max_queue_time
+        )
+        self._loop, self._queue = decider.loop, decider.queue
         self._loop.stop_when_dropped(self)
 
     def prepare(
@@ -211,8 +219,9 @@ class AsyncLLM(Served, EngineHolder):
         prepare = functools.partial(pooling_requests, self.engine, as_list(texts), **options)
         requests = await self._prepare(Kind.PROMPT, prepare)
         reader = Reader()
-        pending = [
-            RequestTicket(request.sequences(), owner=self, reader=reader, deadline=until) for request in requests
+        pending = [  # texts may wait for others of the same call
+            RequestTicket(request.sequences(), owner=self, reader=reader, deadline=until, limited=not index)
+            for index, request in enumerate(requests)
         ]
         vectors = []
         with self._running(*pending):
@@ -344,8 +353,14 @@ class AsyncLLM(Served, EngineHolder):
             self._loop.cancel(ticket)
 
     def stats(self) -> EngineStats:
-        """Return what the engine holds and has done so far, and how requests have ended; from any thread."""
-        return dataclasses.replace(super().stats(), requests=self._loop.stats())
+        """Return what the engine holds and has done so far, and how requests have ended; from any thread.
+
+        Callers that wait beyond `max_requests` count as waiting.
+        """
+        stats = super().stats()
+        if self._loop.is_running:
+            stats = self._queue.with_waiting(stats, self._loop)
+        return dataclasses.replace(stats, requests=self._loop.stats())
 
     @property
     def _serving_loop(self) -> Loop[RequestTicket]:

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.queue_time import Queue
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.serving.errors import ClosedError, FailedError, caused
+from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, FailedError, caused
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import tell_readers
 
@@ -26,25 +27,39 @@ class RequestDecider(Decider[RequestTicket]):
     wait for the programs that they need together; later ones for each program that a step needs. All others are
     compiled in the background once the first request has its answer.
 
-    A request whose deadline passes ends with the step that runs then.
+    A request whose deadline passes, or that waits too long, ends with the step that runs then.
 
     Attributes:
       loop: the loop, which serves at most `max_requests` at a time while at most `max_waiting` wait (None: any number).
+      queue: the requests that wait for a place in the batch, at most `max_queue_time` seconds (None: any time).
     """
 
-    def __init__(self, engine: Engine, *, max_requests: int, max_waiting: int | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_requests: int,
+        max_waiting: int | None = None,
+        max_queue_time: float | None = None,
+    ):
         self._engine = engine
         self._arrived: list[RequestTicket] = []  # not in the engine yet
         self._aborts: list[RequestTicket] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap, with the keys of tickets, which may have ended
         self._interrupted = self._compiles_others = False
+        self.queue = Queue(engine.scheduler.slots, max_queue_time)
         self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests, max_line=max_waiting)
         self.loop.start()
 
     # The protocol of a decider
 
+    def check(self, ticket: RequestTicket, now: float) -> None:
+        self.queue.check(ticket, self.loop.in_line, self._engine.scheduler.load)
+
     def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)
+        if (last := self.queue.add(ticket, self._engine.scheduler.load)) is not None:
+            self._aborts.append(last)
         if ticket.deadline is not None:
             heapq.heappush(self._deadlines, (ticket.deadline, ticket.key))
 
@@ -59,7 +74,7 @@ class RequestDecider(Decider[RequestTicket]):
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, key = heapq.heappop(self._deadlines)
             if (ticket := tickets.get(key)) is not None and ticket.deadline == deadline:
-                ticket.late = True
+                ticket.error = DeadlineExceededError("The deadline passed before the request had ended.")
                 self._aborts.append(ticket)
         if len(self._deadlines) > 2 * len(tickets) + MANY:
             self._deadlines = [(t.deadline, t.key) for t in tickets.values() if t.deadline is not None]
@@ -67,6 +82,9 @@ class RequestDecider(Decider[RequestTicket]):
 
     def done(self, done: Done) -> None:
         self.loop.statistics.batches += 1
+        waits, tickets = self._engine.scheduler.waits, self.loop.tickets
+        begun = [x for x in self.queue if x.key not in tickets or not all(map(waits, x.sequences))]
+        self._aborts += self.queue.update(begun, done.ended)
 
     def cancel(self, ticket: RequestTicket) -> bool:
         """End the ticket with the next step, as it is then; returns False, since that is later."""
@@ -153,4 +171,5 @@ class RequestDecider(Decider[RequestTicket]):
             outcome = ticket.result()
         except BaseException as error:
             outcome = caused(FailedError(f"Its output could not be made: {type(error).__name__}: {error}"), error)
+        self.queue.ended(ticket, self.loop.clock(), self._engine.scheduler.load)
         self.loop.end(ticket, outcome)

@@ -18,7 +18,7 @@ class EncoderScheduler:
     needs_host_sync = False  # no step needs the results of the one before
 
     def __init__(self, config: EncoderEngineConfig, buckets: EncoderBuckets):
-        self._context, self._buckets = config.context, buckets
+        self._context, self._buckets, self.slots = config.context, buckets, config.max_batch
         self._orders: dict[Sequence, tuple[int, int]] = {}  # of all that wait or run
         self._waiting = self._queues()
         self._running: set[Sequence] = set()
@@ -32,6 +32,10 @@ class EncoderScheduler:
     def check(self, request: Request) -> None:
         """Raise ValueError if the prompt is longer than the context."""
         check_context(request, self._context)
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Check whether a sequence is queued and has not run yet."""
+        return sequence in self._orders and sequence not in self._running
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""

@@ -46,6 +46,15 @@ class LaneScheduler:
         return next((a for lane in self.lanes if (a := lane.allocation(sequence)) is not None), None)
 
     @property
+    def slots(self) -> int:
+        """How many sequences can run at once."""
+        return sum(lane.slots for lane in self.lanes)
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Check whether a sequence is queued and has not run yet."""
+        return any(lane.waits(sequence) for lane in self.lanes)
+
+    @property
     def needs_host_sync(self) -> bool:
         """Whether a running sequence needs a token bitmask, which depends on the token before."""
         return any(lane.needs_host_sync for lane in self.lanes)

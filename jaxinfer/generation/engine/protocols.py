@@ -43,8 +43,17 @@ class Scheduler(Protocol):
         """All sequences that have not left."""
         ...
 
+    @property
+    def slots(self) -> int:
+        """How many sequences can run at once."""
+        ...
+
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
+        ...
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Check whether a sequence is queued and has not run yet."""
         ...
 
     def add(self, sequence: Sequence) -> None:

@@ -123,6 +123,16 @@ class DecoderScheduler:
         return self._unfinished.allocations.get(sequence)
 
     @property
+    def slots(self) -> int:
+        """How many sequences can run at once."""
+        return self.config.max_batch
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Check whether a sequence is queued and has not run yet."""
+        allocation = self.allocation(sequence)
+        return allocation is not None and not allocation.running and sequence.num_cached_tokens is None
+
+    @property
     def needs_host_sync(self) -> bool:
         """Whether a running sequence needs a token bitmask, which depends on the token before."""
         return self.running.num_constrained > 0

@@ -85,7 +85,7 @@ class EngineStats:
 
     Attributes:
       running: completions that run.
-      waiting: completions that wait for room.
+      waiting: completions that wait for room; of an `AsyncLLM`, those that wait for `max_requests`, too.
       ended: how many ended, by why.
       prompt_tokens: tokens of the prompts that have begun.
       cached_tokens: how many of these were in the cache.
@@ -102,6 +102,8 @@ class EngineStats:
         engine has `expert_load=True`.
       pipeline: what the stages of a pipeline did; None without one.
       requests: how the requests of an `AsyncLLM` have ended, where cancelled and late ones count too; else None.
+      running_adapters: how many requests of an `AsyncLLM` run with each LoRA adapter.
+      waiting_adapters: how many of them wait for each.
     """
 
     running: int
@@ -121,6 +123,8 @@ class EngineStats:
     expert_load: ExpertLoad | None = None
     pipeline: PipelineStats | None = None
     requests: Statistics | None = None
+    running_adapters: dict[str, int] = dataclasses.field(default_factory=dict)
+    waiting_adapters: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def cache_hit_rate(self) -> float:

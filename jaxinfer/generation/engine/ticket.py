@@ -7,7 +7,7 @@ import numpy as np
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
-from jaxinfer.serving.errors import DeadlineExceededError, FailedError, ServingError, with_output
+from jaxinfer.serving.errors import FailedError, ServingError, with_output
 from jaxinfer.serving.ticket import Reader, Ticket
 
 
@@ -16,7 +16,9 @@ class RequestTicket(Ticket[Any]):
 
     Attributes:
       sequences: its completions, which belong to the engine's thread.
-      late: whether its deadline has passed before all of them had ended.
+      limited: whether it may be refused since it would wait too long (`queue_time.py`).
+      started: when it had its place in the batch, on the loop's clock; None before.
+      error: why it was given up before it had ended; None unless it was, and for its caller's own cancellation.
     """
 
     key: str
@@ -28,11 +30,19 @@ class RequestTicket(Ticket[Any]):
         owner: object,
         reader: Reader[RequestSnapshot] | None = None,
         deadline: float | None = None,
+        limited: bool = True,
     ):
         super().__init__(sequences[0].request_id, owner=owner, reader=reader, deadline=deadline)
-        self.sequences, self.late = sequences, False
+        self.sequences, self.limited = sequences, limited
+        self.started: float | None = None
+        self.error: ServingError | None = None
         self._view = None if sequences[0].request.pooling else RequestView(sequences)
         self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
+
+    @property
+    def priority(self) -> int:
+        """Its priority: a smaller number runs earlier."""
+        return self.sequences[0].params.priority
 
     @property
     def finished(self) -> bool:
@@ -53,9 +63,8 @@ class RequestTicket(Ticket[Any]):
     def result(self) -> RequestOutput | RequestSnapshot | np.ndarray | ServingError:
         """The outcome of a request whose completions have ended."""
         snapshot = None if self._view is None else self._view.snapshot()
-        if self.late and any(sequence.finish_reason is FinishReason.ABORT for sequence in self.sequences):
-            error = DeadlineExceededError("The deadline passed before the request had ended.")
-            return with_output(error, snapshot and snapshot.output())
+        if self.error is not None and any(each.finish_reason is FinishReason.ABORT for each in self.sequences):
+            return with_output(self.error, snapshot and snapshot.output())
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
                 return FailedError(str(sequence.error), snapshot and snapshot.output())

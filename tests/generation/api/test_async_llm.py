@@ -824,6 +824,57 @@ def test_a_full_line_refuses_tasks_and_threads(short_outputs, start, gate):
     assert tokens_of(first.result(PATIENCE)) == expected
 
 
+def test_requests_wait_for_a_place_in_the_batch_no_longer_than_the_limit(short_outputs, start, gate):
+    (prompt, *_), (expected, *_) = short_outputs
+    served = start(max_queue_time=0.2)
+    running = [served.submit(prompt, SHORT) for _ in range(4)]
+    assert gate.entered.wait(PATIENCE)
+    waiting = [served.submit("b", SHORT), served.submit("c", SHORT)]
+    time.sleep(0.3)
+    gate.open()
+    for future in waiting:
+        with pytest.raises(OverloadedError, match=r"waited for .* s, and max_queue_time is 0\.2 s") as error:
+            future.result(PATIENCE)
+        assert error.value.output.outputs[0].text == ""
+    assert [tokens_of(future.result(PATIENCE)) for future in running] == [expected] * 4
+    requests = served.stats().requests
+    assert (requests.answered, requests.shed) == (4, 2)
+
+
+def test_a_request_of_higher_priority_takes_the_place_of_a_lower_one(short_outputs, start, gate):
+    (prompt, *_), (expected, *_) = short_outputs
+    served = start(max_queue_time=60.0)
+    urgent = dataclasses.replace(SHORT, priority=-1)
+    served._queue._interval = 20.0  # one may wait
+    running = [served.submit(prompt, SHORT)]
+    assert gate.entered.wait(PATIENCE)
+    running += [served.submit(prompt, SHORT) for _ in range(3)]
+    low = served.submit("b", SHORT)
+    with pytest.raises(OverloadedError, match=r"It would wait for about 40\.0 s"):
+        served.submit("c", SHORT)
+    high = served.submit(prompt, urgent)
+    gate.open()
+    with pytest.raises(OverloadedError, match="gave way to a request of higher priority"):
+        low.result(PATIENCE)
+    assert [tokens_of(future.result(PATIENCE)) for future in [*running, high]] == [expected] * 5
+
+
+def test_all_that_wait_count(start, gate):
+    served = start(max_requests=1)
+    futures = [served.submit("a", SHORT)]
+    assert gate.entered.wait(PATIENCE)
+    with ThreadPoolExecutor(2) as pool:
+        in_line = [pool.submit(served.submit, "b", dataclasses.replace(SHORT, n=2)) for _ in range(2)]
+        wait_until(lambda: served.num_requests == 3)
+        waiting = served.stats().waiting
+        gate.open()
+        futures += [each.result(PATIENCE) for each in in_line]
+    for future in futures:
+        future.result(PATIENCE)
+    assert waiting == 1 + 2 * 2
+    assert served.stats().waiting == 0
+
+
 def test_the_engines_own_thread_never_waits_for_itself(start, gate):
     served = start(max_requests=1)
     refused = Future()
