@@ -155,7 +155,9 @@ class AsyncLLM(Served, EngineHolder):
         cancelled, or closes or drops the stream, the request is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
-        return self._stream(lambda: self._sequences(prompt, sampling_params, request_id), deadline)
+        params = prompt.params if isinstance(prompt, Request) else sampling_params
+        priority = 0 if params is None else params.priority
+        return self._stream(lambda: self._sequences(prompt, sampling_params, request_id), deadline, priority)
 
     def chat(
         self,
@@ -190,7 +192,7 @@ class AsyncLLM(Served, EngineHolder):
         async def sequences() -> list[TokenSequence]:
             return await self._sequences(await self._prepare(kind, encode), params, request_id)
 
-        return self._stream(sequences, deadline)
+        return self._stream(sequences, deadline, params.priority)
 
     async def embed(
         self,
@@ -249,10 +251,16 @@ class AsyncLLM(Served, EngineHolder):
         return await self._prepare(kind, lambda: self.prepare(prompt, params, request_id).sequences())
 
     def _stream(
-        self, sequences: Callable[[], Awaitable[list[TokenSequence]]], deadline: float | None
+        self, sequences: Callable[[], Awaitable[list[TokenSequence]]], deadline: float | None, priority: int
     ) -> "OutputStream":
         reader = Reader()
-        return OutputStream(self._snapshots(sequences, reader, _checked(deadline)), reader)
+        return OutputStream(self._snapshots(sequences, reader, _checked(deadline), priority), reader)
+
+    def _check_room(self, priority: int) -> None:
+        """Raise OverloadedError if a request of this priority would wait too long."""
+        self._loop.check_process()
+        with self._loop.lock:
+            self._queue.check(priority, self._loop.in_line, self.engine.scheduler.load)
 
     def _until(self, deadline: float | None) -> float | None:
         """Return when a deadline that begins now passes, on the loop's clock. Raises ValueError."""
@@ -264,8 +272,10 @@ class AsyncLLM(Served, EngineHolder):
         sequences: Callable[[], Awaitable[list[TokenSequence]]],
         reader: Reader[RequestSnapshot],
         deadline: float | None,
+        priority: int,
     ) -> AsyncGenerator[RequestSnapshot]:
         until, seen = self._until(deadline), None
+        self._check_room(priority)  # before it is prepared: refusals must be cheap
         pending = RequestTicket(await sequences(), owner=self, reader=reader, deadline=until)
         with self._running(pending):
             while pending.outcome is None:

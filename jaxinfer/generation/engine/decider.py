@@ -54,7 +54,8 @@ class RequestDecider(Decider[RequestTicket]):
     # The protocol of a decider
 
     def check(self, ticket: RequestTicket, now: float) -> None:
-        self.queue.check(ticket, self.loop.in_line, self._engine.scheduler.load)
+        if ticket.limited:
+            self.queue.check(ticket.priority, self.loop.in_line, self._engine.scheduler.load)
 
     def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)

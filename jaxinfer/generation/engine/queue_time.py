@@ -39,18 +39,18 @@ class Queue:
     def __iter__(self) -> Iterator[RequestTicket]:
         return iter(self._tickets.values())
 
-    def check(self, ticket: RequestTicket, in_line: Iterable[RequestTicket], load: SchedulerStats) -> None:
+    def check(self, priority: int, in_line: Iterable[RequestTicket], load: SchedulerStats) -> None:
         """Raise OverloadedError for a request that would wait too long.
 
         Args:
-          ticket: the request.
+          priority: the request's.
           in_line: requests that arrived before and are not in the queue yet.
           load: the scheduler's.
         """
-        if self._max_seconds is None or not ticket.limited or self._interval is None:
+        if self._max_seconds is None or self._interval is None:
             return
-        ahead = sum(count for priority, count in self._counts.items() if priority <= ticket.priority)
-        ahead += sum(len(each.sequences) for each in in_line if each.priority <= ticket.priority)
+        ahead = sum(count for other, count in self._counts.items() if other <= priority)
+        ahead += sum(len(each.sequences) for each in in_line if each.priority <= priority)
         wait = (ahead + 1 - self._free_slots(load)) * self._interval
         if wait > EXPECTED_SHARE * self._max_seconds:
             raise self._error(f"It would wait for about {wait:.1f} s", wait)

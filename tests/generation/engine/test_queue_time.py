@@ -35,7 +35,7 @@ def learned(seconds=2.0, *, slots=4, max_seconds=4.0):
 def fill(queue, count, **options):
     made = [ticket(f"{count} {i}", **options) for i in range(count)]
     for each in made:
-        queue.check(each, [], FULL)
+        queue.check(each.priority, [], FULL)
         assert queue.add(each, FULL) is None
     return made
 
@@ -44,19 +44,18 @@ def test_as_many_may_wait_as_begin_in_half_the_time():
     queue = learned()
     fill(queue, 4)
     with pytest.raises(OverloadedError, match=r"about 2\.5 s, and max_queue_time is 4 s") as error:
-        queue.check(ticket("late"), [], FULL)
+        queue.check(0, [], FULL)
     assert error.value.retry_after == pytest.approx(0.5)
-    queue.check(ticket("late"), [], SchedulerStats(running=3, waiting=0))  # a slot is free
-    queue.check(ticket("more of the same call", limited=False), [], FULL)
+    queue.check(0, [], SchedulerStats(running=3, waiting=0))  # a slot is free
 
 
 def test_requests_in_line_count():
     queue, line = learned(), [ticket(str(i)) for i in range(4)]
-    queue.check(ticket("in time"), line[1:], FULL)
+    queue.check(0, line[1:], FULL)
     with pytest.raises(OverloadedError):
-        queue.check(ticket("late"), line, FULL)
+        queue.check(0, line, FULL)
     with pytest.raises(OverloadedError):
-        queue.check(ticket("late"), [ticket("many", n=4)], FULL)
+        queue.check(0, [ticket("many", n=4)], FULL)
 
 
 @pytest.mark.parametrize("queue", [Queue(4, 4.0), Queue(4, None), learned(max_seconds=None)])
@@ -72,12 +71,12 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest():
     for each in (low, last):
         assert queue.add(each, FULL) is None
     high = ticket("high", -1, arrived=3.0)
-    queue.check(high, [], FULL)
+    queue.check(-1, [], FULL)
     assert queue.add(high, FULL) is last
     assert isinstance(last.error, OverloadedError)
     assert "gave way to a request of higher priority" in str(last.error)
     with pytest.raises(OverloadedError):
-        queue.check(ticket("equal", 5), [], FULL)
+        queue.check(5, [], FULL)
     assert queue.add(ticket("equal", 5, arrived=4.0), FULL) is None  # had it been checked before: it replaces no equal
     assert low.error is None
 
@@ -107,7 +106,7 @@ def test_the_estimate_follows_the_load():
     for _ in range(60):
         queue.ended(slow, 40.0, SchedulerStats(running=3, waiting=1))  # 20 s on one of 4
     with pytest.raises(OverloadedError, match=r"about (4\.9|5\.0) s"):
-        queue.check(ticket("next"), [], FULL)
+        queue.check(0, [], FULL)
 
 
 def test_pages_may_be_fewer_than_slots():
@@ -117,7 +116,7 @@ def test_pages_may_be_fewer_than_slots():
     for _ in range(60):
         queue.ended(slow, 40.0, SchedulerStats(running=1, waiting=3))
     with pytest.raises(OverloadedError, match=r"about 10\.\d s"):
-        queue.check(ticket("next"), [], SchedulerStats(running=2, waiting=1))
+        queue.check(0, [], SchedulerStats(running=2, waiting=1))
 
 
 class Taken(Decider):
