@@ -67,9 +67,11 @@ WITH_EXTRAS = {
     "jaxinfer.evaluation.elastic.report",
     "jaxinfer.evaluation.figures",
     "jaxinfer.http.connection",
+    "jaxinfer.http.draining",
     "jaxinfer.http.generation",
     "jaxinfer.http.metrics",
     "jaxinfer.http.process",
+    "jaxinfer.http.records",
     "jaxinfer.http.server",
 }
 """Modules that nothing imports before `require_extra`."""

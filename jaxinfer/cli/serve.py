@@ -1,8 +1,11 @@
 """`jaxinfer serve`: an OpenAI-compatible server of language models."""
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -37,6 +40,19 @@ MODEL_OPTIONS = ("max_batch", "max_requests", "max_waiting", "max_queue_time", "
 KEYS = "JAXINFER_API_KEY"
 """The environment variable with API keys, separated by commas."""
 
+QueueTimeOption = Annotated[
+    float, typer.Option(help="Seconds that a request may wait for its turn; others get 429, most of them at once.")
+]
+OriginsOption = Annotated[
+    list[str] | None, typer.Option(metavar="ORIGIN", help="Origin whose pages may ask; *: all; repeatable.")
+]
+AccessLogOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="File that gets a line of JSON for each request; -: stderr.")
+]
+DrainOption = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that running requests have to end after SIGTERM or Ctrl-C.")
+]
+
 
 def serve(
     ctx: typer.Context,
@@ -62,15 +78,15 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Maximum number of completions that run at once.")] = 8,
     max_requests: Annotated[int, typer.Option(help="Maximum number of requests in flight.")] = 1024,
     max_waiting: Annotated[int, typer.Option(help="Maximum number of further requests that wait; others get 429.")] = 0,
-    max_queue_time: Annotated[
-        float, typer.Option(help="Seconds that a request may wait for its turn; others get 429 at once.")
-    ] = 30.0,
+    max_queue_time: QueueTimeOption = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up, with 408.")] = 600.0,
     max_body_bytes: Annotated[int, typer.Option(help="Maximum bytes of a body; larger ones get 413.")] = 8_388_608,
     compile_ahead: Annotated[
         bool, typer.Option("--compile-ahead", help="Compile all programs before it takes requests.")
     ] = False,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request on stderr.")] = False,
+    cors_origin: OriginsOption = None,
+    access_log: AccessLogOption = None,
+    drain_timeout: DrainOption = 20.0,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
@@ -112,7 +128,18 @@ def _run(config: "ServerConfig", listening: "socket.socket") -> None:
     _warn(config.host, config.limits.api_keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
     served = f"Serving {', '.join(config.models)} at http://{host}:{config.port}/v1; Ctrl-C ends it."
-    run(config, listening, ready=lambda: note(served))
+    with _opened(config.access_log) as log:
+        run(config, listening, access_log=log, ready=lambda: note(served))
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[TextIO | None]:
+    """Open the file of `--access-log`."""
+    if path is None or path == "-":
+        yield None if path is None else sys.stderr
+    else:
+        with open(path, "a") as file:
+            yield file
 
 
 def _refuse_others(ctx: typer.Context) -> None:
@@ -148,7 +175,13 @@ def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
         host=given["host"],
         port=given["port"],
         access_log=given["access_log"],
-        limits=Limits(api_keys=keys, timeout=given["timeout"], max_body_bytes=given["max_body_bytes"]),
+        drain_timeout=given["drain_timeout"],
+        limits=Limits(
+            api_keys=keys,
+            cors_origins=tuple(given["cors_origin"] or ()),
+            timeout=given["timeout"],
+            max_body_bytes=given["max_body_bytes"],
+        ),
     )
 
 

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from jaxinfer.extras import require_extra
 from jaxinfer.http.limits import Limits
@@ -25,6 +25,7 @@ def app(
     name: str | None = None,
     limits: Limits | None = None,
     adapter_folders: "Iterable[str | os.PathLike[str]]" = (),
+    access_log: "TextIO | None" = None,
 ) -> "Starlette":
     """Make the ASGI application of one model, or of several.
 
@@ -35,11 +36,13 @@ def app(
       limits: limits of clients; None: the defaults.
       adapter_folders: the folders from which clients may load LoRA adapters, into models with room (`max_adapters`);
         none: they may load none.
+      access_log: a file that gets a line of JSON for each request; None: none.
 
     Raises MissingExtraError without the packages of the extra `serve`; ValueError for two equal names.
     """
     for package in ("starlette", "prometheus_client"):
         require_extra(package, "jaxinfer.http.app")
+    from jaxinfer.http import records
     from jaxinfer.http.served_models import ServedModel, ServedModels
     from jaxinfer.http.server import make_app
 
@@ -51,4 +54,5 @@ def app(
     served = [ServedModel(name, lambda llm=llm: llm, folders) for name, llm in models.items()]
     for model in served:
         model.load()
-    return make_app(ServedModels(served), limits or Limits())
+    sinks = [] if access_log is None else [records.access_log(access_log)]
+    return make_app(ServedModels(served), limits or Limits(), sinks)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Required, Self
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.fields import check_fields, shown
+from jaxinfer.fields import NotNegative, check_fields, shown
 from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName, model_in_file
@@ -83,7 +83,8 @@ class ServerConfig:
       models: the models, by the names by which clients ask for them.
       host: the address to listen on.
       port: the port to listen on.
-      access_log: whether each request is logged on stderr.
+      access_log: the file that gets a line of JSON for each request; "-": stderr; None: none.
+      drain_timeout: seconds that running requests have to end after a signal.
       limits: limits of clients.
       source: the file that describes it; None: the command line.
     """
@@ -91,12 +92,13 @@ class ServerConfig:
     models: Mapping[str, ModelConfig]
     host: str = "127.0.0.1"
     port: Port = 8000
-    access_log: bool = False
+    access_log: str | None = None
+    drain_timeout: NotNegative = 20.0
     limits: Limits = dataclasses.field(default_factory=Limits)
     source: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "host", "port", "access_log")
+        check_fields(self, "host", "port", "access_log", "drain_timeout")
         if not self.models:
             raise ValueError("models: there are none; a server needs at least one.")
         check_names(
@@ -120,12 +122,19 @@ class ServerConfig:
             for name, table in models.items() if isinstance(models, dict) else ():
                 check_table(f"models.{name}", table, ModelTable.__annotations__)
             file = msgspec.convert(content, _ServerFile)
+            folder = Path(path).parent
             config = cls(
-                models={name: _model(name, table, Path(path).parent) for name, table in file.models.items()},
+                models={name: _model(name, table, folder) for name, table in file.models.items()},
                 host=file.host,
                 port=file.port,
-                access_log=file.access_log,
-                limits=Limits(api_keys=api_keys, timeout=file.timeout, max_body_bytes=file.max_body_bytes),
+                access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
+                drain_timeout=file.drain_timeout,
+                limits=Limits(
+                    api_keys=api_keys,
+                    cors_origins=tuple(file.cors_origins),
+                    timeout=file.timeout,
+                    max_body_bytes=file.max_body_bytes,
+                ),
                 source=str(path),
             )
         return config
@@ -135,7 +144,9 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     models: dict[str, ModelTable]
     host: str = ServerConfig.host
     port: int = ServerConfig.port
-    access_log: bool = ServerConfig.access_log
+    access_log: str | None = ServerConfig.access_log
+    drain_timeout: float = ServerConfig.drain_timeout
+    cors_origins: list[str] = []
     timeout: float | None = Limits.timeout
     max_body_bytes: int = Limits.max_body_bytes
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
 from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.http.answers import Completion, CompletionChoice, LogprobForms, Message, usage_of
+from jaxinfer.http.answers import Completion, CompletionChoice, LogprobForms, Message, Usage, usage_of
 from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
 from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
@@ -32,6 +32,7 @@ class Reply(abc.ABC):
 
     Attributes:
       newest: the newest snapshot of each prompt, by its place.
+      usage: the tokens of the whole request; None before its end.
     """
 
     prefix: str
@@ -41,6 +42,7 @@ class Reply(abc.ABC):
     def __init__(self, llm: AsyncLLM, body: GenerationBody, model: str, streams: Sequence[OutputStream]):
         self.body, self.model, self.streams = body, model, streams
         self._options, self.newest = body.check_stream_options(), dict[int, RequestSnapshot]()
+        self.usage: Usage | None = None
         self.logprobs = LogprobForms(llm.tokenizer)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
@@ -65,7 +67,7 @@ class Reply(abc.ABC):
         self.newest = {place: end.result() for place, end in enumerate(ends)}
         completions = [completion for snapshot in self.newest.values() for completion in snapshot.completions]
         answer = self._answer(self.object, [self.whole_choice(*each) for each in enumerate(completions)])
-        answer.usage = usage_of(self.newest.values())
+        answer.usage = self.usage = usage_of(self.newest.values())
         return msgspec.json.encode(answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -78,8 +80,9 @@ class Reply(abc.ABC):
                     if self._options.continuous_usage_stats:
                         chunk.usage = usage_of(self.newest.values())
                     yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        self.usage = usage_of(self.newest.values())
         if self._options.include_usage:
-            chunk.choices, chunk.usage = [], usage_of(self.newest.values())
+            chunk.choices, chunk.usage = [], self.usage
             yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         yield DONE
 

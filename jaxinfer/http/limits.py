@@ -19,12 +19,14 @@ class Limits:
       api_keys: the keys of which a request must have one ("Authorization: Bearer KEY"); none: anybody may ask.
       max_body_bytes: bytes of a body.
       max_prompts: prompts of one completion.
+      cors_origins: origins whose pages may ask from a browser, such as "https://chat.example"; "*": all.
       timeout: seconds after which a request is given up, the time that it waits included; None: never.
     """
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: AtLeast1 = 8 << 20
     max_prompts: AtLeast1 = 256
+    cors_origins: tuple[str, ...] = ()
     timeout: Positive | None = 600.0
 
     def __post_init__(self) -> None:

@@ -1,34 +1,56 @@
-"""The process of `jaxinfer serve`: it loads its models in a thread, and ends if one cannot be loaded."""
+"""The process of `jaxinfer serve`: it loads its models in a thread, and drains before it ends."""
 
+import asyncio
 import functools
 import re
+import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TextIO
 
 import uvicorn
 
 from jaxinfer.generation.api.async_llm import AsyncLLM
+from jaxinfer.http import records
 from jaxinfer.http.config import ModelConfig, ServerConfig
+from jaxinfer.http.draining import Drain
 from jaxinfer.http.served_models import ServedModel, ServedModels
 from jaxinfer.http.server import make_app
 
+LAST_SECONDS = 1.0
+"""Seconds for clients to read the end of their responses, once no request runs."""
+SWITCH_SECONDS = 5e-4
+"""Seconds that a thread may keep Python's lock (GIL).
 
-def serve(config: ServerConfig, listening: socket.socket, *, ready: Callable[[], None]) -> None:
-    """Serve models until a signal ends the process.
+After each system call, the event loop waits for it. At the default of 5 ms, it would wait so long while the engine's
+thread runs Python, and hundreds of refusals a second would take a second each.
+"""
+
+
+def serve(
+    config: ServerConfig, listening: socket.socket, *, access_log: TextIO | None, ready: Callable[[], None]
+) -> None:
+    """Serve models until SIGTERM or SIGINT, and their requests have ended.
 
     Args:
       listening: the socket that listens on the config's address.
+      access_log: a file that gets a line of JSON for each request; None: none.
       ready: called in another thread once all models are loaded.
 
-    Raises what `AsyncLLM` raises for a model that cannot be loaded; ValueError, naming the file, for one of a file.
+    Raises what `AsyncLLM` raises for a model that cannot be loaded; ValueError, naming the file, for one of a file;
+    KeyboardInterrupt for a second SIGINT, or one while models are being loaded.
     """
     models = [
         ServedModel(name, functools.partial(_load, config.source, name, model), model.adapter_folders)
         for name, model in config.models.items()
     ]
-    app = make_app(ServedModels(models), config.limits)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="info" if config.access_log else "warning"))
+    sinks = [] if access_log is None else [records.access_log(access_log)]
+    app = make_app(ServedModels(models), config.limits, sinks)
+    server = _Server(app, app.state.drain, config.drain_timeout)
     errors: list[BaseException] = []
 
     def load() -> None:
@@ -42,13 +64,70 @@ def serve(config: ServerConfig, listening: socket.socket, *, ready: Callable[[],
 
     loading = threading.Thread(target=load, name="jaxinfer-loading", daemon=True)  # the process ends without it
     loading.start()
-    try:
+    with _short_turns():
         server.run(sockets=[listening])
-    except KeyboardInterrupt:
-        if loading.is_alive():  # the command line ends what still compiles
-            raise
     if errors:
         raise errors[0]
+    if server.was_hurried or loading.is_alive():  # the command line ends what still compiles
+        signal.raise_signal(server.signals[-1])
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+class _Server(uvicorn.Server):
+    """Drains at the first SIGTERM or SIGINT; a second SIGINT ends what still runs.
+
+    Attributes:
+      signals: the signals that came.
+      was_hurried: whether the second SIGINT was among them.
+    """
+
+    def __init__(self, app: Any, drain: Drain, drain_seconds: float):
+        super().__init__(
+            uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        )
+        self._drain, self._seconds = drain, drain_seconds
+        self.signals: list[int] = []
+        self._draining: asyncio.Task[None] | None = None
+        self.was_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal."""
+        self.signals.append(sig)
+        if len(self.signals) > 1 and sig == signal.SIGINT:
+            self.was_hurried = True
+            self._drain.hurry()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a third one ends the process anywhere
+
+    async def on_tick(self, counter: int) -> bool:
+        """Begin to drain after a signal; called ten times a second."""
+        if self.signals and self._draining is None:
+            self._draining = asyncio.create_task(self._end())
+        return await super().on_tick(counter)
+
+    async def _end(self) -> None:
+        try:
+            await self._drain.run(self._seconds)
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=LAST_SECONDS)
+            self._disconnect_readers()
+        finally:
+            self.should_exit = True
+
+    def _disconnect_readers(self) -> None:
+        """Disconnect clients that do not read the end of their responses."""
+        for connection in list(self.server_state.connections):
+            cycle: Any = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                connection.transport.abort()
 
 
 def _load(source: str | None, name: str, model: ModelConfig) -> AsyncLLM:

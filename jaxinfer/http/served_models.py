@@ -59,12 +59,12 @@ class ServedModel:
         """Whether it takes requests, or will once it is loaded."""
         return not self._closed and (self._llm is None or self._llm.is_running)
 
-    def close(self) -> None:
-        """Close the model, once its requests have ended. One that is being loaded closes when that ends."""
+    def close(self, *, drain: bool) -> None:
+        """Close the model as `AsyncLLM.close` does. One that is being loaded closes when that ends."""
         with self._lock:
             self._closed = True
         if self._llm is not None:
-            self._llm.close(drain=True)
+            self._llm.close(drain=drain)
 
 
 class ModelChoice(NamedTuple):
@@ -137,7 +137,7 @@ class ServedModels:
             code="model_not_found",
         )
 
-    def close(self) -> None:
-        """Close all models, once their requests have ended."""
+    def close(self, *, drain: bool) -> None:
+        """Close all models, with `drain` once their requests have ended."""
         for model in self._models:
-            model.close()
+            model.close(drain=drain)

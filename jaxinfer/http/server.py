@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from importlib.metadata import version
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,11 +18,13 @@ from starlette.routing import Route
 from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
 from jaxinfer.http.connection import DisconnectedError, until_disconnect
+from jaxinfer.http.draining import Drain
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
 from jaxinfer.http.errors import BadRequestError, describe, encode_error
 from jaxinfer.http.generation import Reply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
+from jaxinfer.http.records import Records, Sink, note
 from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
@@ -60,7 +65,10 @@ class Server:
         def count() -> None:
             for snapshot in reply.newest.values():
                 self.metrics.ended(request.state.model, snapshot.output())
+            assert reply.usage is not None
+            note(request.scope, reply.model, reply.usage.prompt_tokens, reply.usage.completion_tokens)
 
+        note(request.scope, reply.model)
         return await respond(request, reply, count)
 
     async def embeddings(self, request: Request) -> Response:
@@ -68,7 +76,9 @@ class Server:
         body = decode(await self.limits.read_body(request), EmbeddingBody)
         model, name, adapter = self.choose(request, body.model)
         work = embeddings(model.llm, body, name, adapter, self.limits)
-        return _json(await until_disconnect(request.receive, work))
+        answer = await until_disconnect(request.receive, work)
+        note(request.scope, answer["model"], answer["usage"]["prompt_tokens"])
+        return _json(answer)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
@@ -149,14 +159,15 @@ class Server:
         return Route(path, handle, methods=list(methods or ("GET",)))
 
 
-def make_app(models: ServedModels, limits: Limits) -> Starlette:
+def make_app(models: ServedModels, limits: Limits, sinks: Iterable[Sink] = ()) -> Starlette:
     """Make the application of models, some of which may be loaded later; see `jaxinfer.http.app`."""
     server = Server(models, limits)
+    drain = Drain(lambda: asyncio.to_thread(models.close, drain=False))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(models.close)
+        await asyncio.to_thread(functools.partial(models.close, drain=True))
 
     routes = [
         server.guarded("/v1/completions", server.completions, "POST"),
@@ -173,7 +184,27 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
         Route("/ready", server.ready),
         Route("/version", server.version),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _unknown, 405: _unknown})
+    middleware = [Middleware(Records, sinks), *_cors(limits), Middleware(drain.middleware)]
+    app = Starlette(
+        routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers={404: _unknown, 405: _unknown}
+    )
+    app.state.drain = drain
+    return app
+
+
+def _cors(limits: Limits) -> list[Middleware]:
+    """Let pages of other origins ask; their preflights need no key."""
+    if not limits.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=limits.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]
 
 
 def error_response(error: Exception) -> Response:

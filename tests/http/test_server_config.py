@@ -18,7 +18,9 @@ from jaxinfer.hub import HubName
 FILE = """
 host = "::1"
 port = 80
-access_log = true
+access_log = "access.jsonl"
+drain_timeout = 7
+cors_origins = ["https://chat.example"]
 timeout = 5
 max_body_bytes = 100
 
@@ -49,8 +51,9 @@ def test_a_file(tmp_path):
     assert config == ServerConfig(
         host="::1",
         port=80,
-        access_log=True,
-        limits=Limits(timeout=5, max_body_bytes=100, api_keys=("key",)),
+        access_log=str(tmp_path / "access.jsonl"),
+        drain_timeout=7,
+        limits=Limits(timeout=5, max_body_bytes=100, api_keys=("key",), cors_origins=("https://chat.example",)),
         source=str(tmp_path / "serve.toml"),
         models={
             "demo": ModelConfig(
@@ -71,16 +74,17 @@ def test_a_file(tmp_path):
     )
     demo, other = (model.load_options for model in config.models.values())
     assert (demo["path"], demo["max_waiting"], demo["max_adapters"]) == (str(tmp_path / "models/demo"), 0, 8)
-    assert other == {"path": "org/name", "max_waiting": 0}
+    assert other == {"path": "org/name", "max_waiting": 0, "max_queue_time": 30.0}
 
 
 def test_defaults_are_those_of_the_command_line():
     config, options = ServerConfig(models={"a": ModelConfig(path=Path("a"))}), inspect.signature(serve).parameters
-    for name in ("host", "port", "access_log"):
+    for name in ("host", "port", "access_log", "drain_timeout"):
         assert options[name].default == getattr(config, name)
     for name in ("timeout", "max_body_bytes"):
         assert options[name].default == getattr(config.limits, name)
-    assert options["max_waiting"].default == config.models["a"].load_options["max_waiting"]
+    for name in ("max_waiting", "max_queue_time"):
+        assert options[name].default == config.models["a"].load_options[name]
 
 
 def test_a_table_has_every_option_that_can_be_written():
