@@ -34,7 +34,14 @@ if TYPE_CHECKING:
 
     from jaxinfer.http.config import ServerConfig
 
-MODEL_OPTIONS = ("max_batch", "max_requests", "max_waiting", "max_queue_time", "compile_ahead")
+MODEL_OPTIONS = (
+    "max_batch",
+    "max_requests",
+    "max_waiting",
+    "max_queue_time",
+    "compile_ahead",
+    "trust_request_chat_template",
+)
 """Options of `AsyncLLM` that are those of the command, too."""
 
 KEYS = "JAXINFER_API_KEY"
@@ -83,6 +90,9 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="Maximum bytes of a body; larger ones get 413.")] = 8_388_608,
     compile_ahead: Annotated[
         bool, typer.Option("--compile-ahead", help="Compile all programs before it takes requests.")
+    ] = False,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Render chat templates that clients send.")
     ] = False,
     cors_origin: OriginsOption = None,
     access_log: AccessLogOption = None,

@@ -1,10 +1,12 @@
 """The bodies of requests: OpenAI's fields, and vLLM's by their names. Any other field is refused by its name."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 import msgspec
 
+from jaxinfer.fields import shown
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.http.errors import BadRequestError
 
@@ -101,6 +103,8 @@ class GenerationBody(Body, kw_only=True):
         """The options of `SamplingParams` that the body gives. Raises BadRequestError."""
         given = {name: value for name in _SAME if (value := getattr(self, name, None)) is not None}
         given |= {name: value for name, value in others.items() if value is not None}
+        if self.seed is not None:  # of OpenAI's 64 bits, which may be negative
+            given["seed"] = self.seed % 2**32
         if given.get("top_k") == -1:  # vLLM's way to keep all
             given["top_k"] = 0
         if self.logit_bias is not None:
@@ -182,6 +186,26 @@ def as_prompts(name: str, value: Any, most: int) -> list[Any]:
     return prompts
 
 
+def text_alone(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with contents that are texts, of parts one a line. Raises BadRequestError for other parts."""
+
+    def text_of(place: str, part: Any) -> str:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                return text
+            case {"type": str(kind)} if kind != "text":
+                raise BadRequestError(f"{place} is of type {shown(kind)}; models here take text alone.", param=place)
+        raise BadRequestError(f'{place} must be {{"type": "text", "text": ...}}, got {shown(part)}.', param=place)
+
+    made = []
+    for index, message in enumerate(messages):
+        if isinstance(parts := message.get("content"), list):
+            places = [f"messages[{index}].content[{number}]" for number in range(len(parts))]
+            message = message | {"content": "\n".join(map(text_of, places, parts))}
+        made.append(message)
+    return made
+
+
 def decode[Kind: Body](content: bytes, kind: type[Kind]) -> Kind:
     """Decode the body of a request. Raises BadRequestError, naming the field."""
     try:
@@ -195,12 +219,13 @@ def decode[Kind: Body](content: bytes, kind: type[Kind]) -> Kind:
 
 def _refusal(message: str) -> BadRequestError:
     """The error of a body that msgspec refuses, in words that name the field."""
-    if message.startswith("Object contains unknown field"):
-        field = message.split("`")[1]
-        return BadRequestError(f"{field} is not a field of this endpoint, or is not implemented.", param=field)
     what, _, place = message.partition(" - at `$")
-    field = place.rstrip("`").lstrip(".") or (message.split("`")[1] if "missing" in message else None)
-    return BadRequestError(f"{field}: {what}." if place.rstrip("`") else f"{what}.", param=field)
+    where = place.rstrip("`").lstrip(".")
+    named = re.match(r"Object (?:contains unknown|missing required) field `(.*)`", what, re.DOTALL)
+    field = ".".join(filter(None, (where, named and named.group(1)))) or None
+    if what.startswith("Object contains unknown field"):
+        return BadRequestError(f"{field} is not a field of this endpoint, or is not implemented.", param=field)
+    return BadRequestError(f"{where or 'the body'}: {what}.", param=field)
 
 
 def _by_token(bias: dict[str, float]) -> dict[int, float]:

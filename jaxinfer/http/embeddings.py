@@ -1,5 +1,6 @@
 """`/v1/embeddings`."""
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ async def embeddings(
     vectors = await llm.embed(texts, adapter=adapter, deadline=limits.timeout)
     if size < width:  # as models trained for it (arXiv:2205.13147) are cut
         vectors = vectors[:, :size] / np.linalg.norm(vectors[:, :size], axis=1, keepdims=True)
-    tokens = sum(_count(llm, text) for text in texts)
+    tokens = await asyncio.to_thread(lambda: sum(_count(llm, text) for text in texts))
     return {
         "object": "list",
         "model": model,

@@ -6,11 +6,17 @@ import re
 
 import msgspec
 
+from jaxinfer.generation.engine.output import NO_TOKEN_MESSAGE
 from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
 
 log = logging.getLogger(__name__)
 
 _OWNER = re.compile(r"^(SamplingParams|StructuredOutputsParams|PoolingParams)\.(\w+)")
+_OPTION = re.compile(r"^(chat_template_kwargs|chat_template|continue_final_message|documents|messages)\b")
+_TOO_LONG = re.compile(r"leaves no room to generate|far more than the context")
+_UNSATISFIABLE = (NO_TOKEN_MESSAGE, "No token of the model may follow", "The grammar cannot be followed")
+"""How the errors begin of requests whose own options leave no token to choose."""
+_MAX_CHARACTERS = 1000  # of a message, which may quote a body of megabytes
 
 
 class BadRequestError(ValueError):
@@ -40,8 +46,12 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     code: str | int | None = None
 
 
-def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
-    """Return the status of an error, its body, and headers."""
+def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBody, dict[str, str]]:
+    """Return the status of an error, its body, and headers.
+
+    Args:
+      content: the field with the endpoint's texts, which a ValueError is about that names no other.
+    """
     match error:
         case BadRequestError():
             return error.status, _body(str(error), "invalid_request_error", error.param, error.code), {}
@@ -54,18 +64,33 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": "5"}
         case ClosedError() | DiedError():
             return 503, _body(str(error), "server_error", None, "unavailable"), {"Retry-After": "1"}
+        case FailedError() if str(error).startswith(_UNSATISFIABLE):
+            return 400, _body(str(error), "invalid_request_error", None, "unsatisfiable"), {}
         case FailedError():
             return 500, _body(str(error), "server_error", None, "failed"), {}
         case ValueError():
-            owner = _OWNER.match(message := str(error))
-            param = owner and owner.group(2)
-            return 400, _body(_OWNER.sub(r"\2", message), "invalid_request_error", param, None), {}
+            message = str(error)
+            code = "context_length_exceeded" if _TOO_LONG.search(message) else None
+            return 400, _body(_OWNER.sub(r"\2", message), "invalid_request_error", _field(message) or content, code), {}
     log.error("A request has failed.", exc_info=error)
     return 500, _body("The server has failed at this request.", "server_error", None, "internal_error"), {}
 
 
+def _field(message: str) -> str | None:
+    """The field that the message of a ValueError names."""
+    if owner := _OWNER.match(message):
+        return "structured_outputs" if owner.group(1) == "StructuredOutputsParams" else owner.group(2)
+    if message.startswith("The grammar"):
+        return "structured_outputs"
+    return option.group(1) if (option := _OPTION.match(message)) else None
+
+
 def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
-    return ErrorBody(message=message, type=kind, param=param, code=code)
+    return ErrorBody(message=_cut(message), type=kind, param=param and _cut(param), code=code)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def encode_error(body: ErrorBody) -> bytes:

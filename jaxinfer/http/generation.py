@@ -16,7 +16,7 @@ from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
 from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.http.answers import Completion, CompletionChoice, LogprobForms, Message, Usage, usage_of
-from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
+from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts, text_alone
 from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
 
@@ -212,7 +212,7 @@ def completion_reply(llm: AsyncLLM, body: CompletionBody, model: str, adapter: s
 def chat_reply(llm: AsyncLLM, body: ChatBody, model: str, adapter: str | None, limits: Limits) -> Reply:
     """Begin a chat's request. Raises BadRequestError, ValueError."""
     params = SamplingParams.from_model(llm, chat=True, **body.params(), adapter=adapter)
-    stream = llm.chat(body.messages, params, deadline=limits.timeout, **body.template_options())
+    stream = llm.chat(text_alone(body.messages), params, deadline=limits.timeout, **body.template_options())
     return ChatReply(llm, body, model, [stream])
 
 

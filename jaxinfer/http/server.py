@@ -11,7 +11,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -28,6 +28,8 @@ from jaxinfer.http.records import Records, Sink, note
 from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
+CONTENT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/embeddings": "input"}
+"""The fields with the texts of endpoints."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -88,7 +90,7 @@ class Server:
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
         body = decode(await self.limits.read_body(request), DetokenizeBody)
-        return _json(detokenize(self.choose(request, body.model).model.llm, body))
+        return _json(await detokenize(self.choose(request, body.model).model.llm, body))
 
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -148,10 +150,10 @@ class Server:
             try:
                 self.limits.check_key(request)
                 response = await handler(request)
-            except DisconnectedError:
+            except (DisconnectedError, ClientDisconnect):
                 response = Response(status_code=499)
             except Exception as error:
-                response = error_response(error)
+                response = error_response(error, CONTENT.get(path))
             only = self.models.only and self.models.only.name
             self.metrics.responded(getattr(request.state, "model", only or ""), path, response.status_code)
             return response
@@ -207,9 +209,9 @@ def _cors(limits: Limits) -> list[Middleware]:
     ]
 
 
-def error_response(error: Exception) -> Response:
-    """The response to a request that ended with an error."""
-    status, body, headers = describe(error)
+def error_response(error: Exception, content: str | None = None) -> Response:
+    """The response to a request that ended with an error; `content` as in `describe`."""
+    status, body, headers = describe(error, content)
     return Response(encode_error(body), status, headers, "application/json")
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from jaxinfer.generation.api.async_llm import AsyncLLM
-from jaxinfer.http.bodies import Body
+from jaxinfer.http.bodies import Body, text_alone
 from jaxinfer.http.errors import BadRequestError
-from jaxinfer.text import Tokenizer, encode_chat
+from jaxinfer.text import Tokenizer
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -46,21 +46,24 @@ async def tokenize(llm: AsyncLLM, body: TokenizeBody) -> Tokens:
         options: Any = {"add_generation_prompt": body.add_generation_prompt}
         if body.chat_template_kwargs is not None:
             options["chat_template_kwargs"] = body.chat_template_kwargs
-        tokens = await asyncio.to_thread(encode_chat, tokenizer, body.messages, **options)
+        tokens = await llm.encode_chat(text_alone(body.messages), **options)
     else:
         assert body.prompt is not None
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_word
         tokens = await asyncio.to_thread(encode, body.prompt)
-    strings = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await asyncio.to_thread(lambda: [tokenizer.text_of(token) for token in tokens])
     return Tokens(count=len(tokens), max_model_len=llm.engine.config.context, tokens=tokens, token_strs=strings)
 
 
-def detokenize(llm: AsyncLLM, body: DetokenizeBody) -> dict[str, str]:
+async def detokenize(llm: AsyncLLM, body: DetokenizeBody) -> dict[str, str]:
     """Decode tokens. Raises BadRequestError for ids that the model does not have."""
     vocab = llm.model.transformer.vocab
     if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
         raise BadRequestError(f"tokens must be in [0, {vocab}), got {wrong[0]}.", param="tokens")
-    return {"prompt": _tokenizer(llm).decode(body.tokens, skip_special_tokens=False)}
+    decode = _tokenizer(llm).decode
+    return {"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)}
 
 
 def _tokenizer(llm: AsyncLLM) -> Tokenizer:

@@ -1,5 +1,6 @@
 """Grammars in llguidance's notation, and whether they compile."""
 
+import functools
 import json
 from typing import Any
 
@@ -16,11 +17,29 @@ def check_grammar(*, kind: str, value: Any, whitespace_pattern: str | None) -> N
     """
     try:
         grammar = grammar_of(kind=kind, value=value, whitespace_pattern=whitespace_pattern)
-        message = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS)
+        message = llguidance.LLMatcher.validate_grammar(grammar, limits=LIMITS) or _follow(grammar)
     except (ValueError, RecursionError) as error:
         message = str(error)
     if message:
         raise ValueError(f"StructuredOutputsParams.{kind} does not compile: {plain(message)}")
+
+
+def _follow(grammar: str) -> str:
+    """Follow a grammar by two bytes, which takes long and may fail for one that compiles quickly; returns the error."""
+    state = llguidance.LLMatcher(_bytes(), grammar, log_level=0, limits=LIMITS)
+    if state.is_error():  # it names tokens, which only a model has
+        return ""
+    for _ in range(2):
+        allowed = state.compute_bitmask()
+        token = next((8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(allowed) if byte), None)
+        if token is None or state.is_stopped() or not state.try_consume_tokens([token]):
+            break
+    return state.get_error() if state.is_error() else ""
+
+
+@functools.cache
+def _bytes() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")
 
 
 def grammar_of(*, kind: str, value: Any, whitespace_pattern: str | None) -> str:

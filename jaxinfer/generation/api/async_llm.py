@@ -175,8 +175,21 @@ class AsyncLLM(Served, EngineHolder):
         Raises ValueError at once for an invalid conversation, and for a template of its own unless this AsyncLLM
         trusts those; when the stream is read, for one that the chat template cannot take.
         """
-        messages, options = check_messages(messages), check_options(options)
         params = SamplingParams.from_model(self, chat=True) if sampling_params is None else sampling_params
+        encode = self._chat_encoder(messages, options)
+
+        async def sequences() -> list[TokenSequence]:
+            return await self._sequences(await encode(), params, request_id)
+
+        return self._stream(sequences, deadline, params.priority)
+
+    async def encode_chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Return the token ids of a conversation, as `chat` gives them to the model. Raises as it does."""
+        return await self._chat_encoder(messages, options)()
+
+    def _chat_encoder(self, messages: Messages, options: ChatOptions) -> Callable[[], Awaitable[list[int]]]:
+        """Check a conversation; return what encodes it, with its template in a process of its own."""
+        messages, options = check_messages(messages), check_options(options)
         given = self.tokenizer is not None and self.tokenizer.chat_templates.is_text(options.get("chat_template"))
         if given and not self._trusts_templates:
             raise ValueError(
@@ -189,10 +202,7 @@ class AsyncLLM(Served, EngineHolder):
         def encode() -> list[int]:
             return encode_chat(self.tokenizer, messages, renderer=render, **options)
 
-        async def sequences() -> list[TokenSequence]:
-            return await self._sequences(await self._prepare(kind, encode), params, request_id)
-
-        return self._stream(sequences, deadline, params.priority)
+        return lambda: self._prepare(kind, encode)
 
     async def embed(
         self,
