@@ -72,6 +72,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.metrics",
     "jaxinfer.http.process",
     "jaxinfer.http.records",
+    "jaxinfer.http.openapi",
     "jaxinfer.http.server",
 }
 """Modules that nothing imports before `require_extra`."""

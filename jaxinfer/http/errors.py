@@ -1,5 +1,6 @@
 """Errors as the OpenAI API writes them, and the status of each."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -7,12 +8,17 @@ import re
 import msgspec
 
 from jaxinfer.generation.engine.output import NO_TOKEN_MESSAGE
+from jaxinfer.generation.params import SamplingParams
 from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
+from jaxinfer.text.chat_template import ChatOptions
 
 log = logging.getLogger(__name__)
 
 _OWNER = re.compile(r"^(SamplingParams|StructuredOutputsParams|PoolingParams)\.(\w+)")
-_OPTION = re.compile(r"^(chat_template_kwargs|chat_template|continue_final_message|documents|messages)\b")
+_WORD = re.compile(r"^\w+")
+_OPTIONS = (
+    {field.name for field in dataclasses.fields(SamplingParams)} | ChatOptions.__annotations__.keys() | {"messages"}
+)
 _TOO_LONG = re.compile(r"leaves no room to generate|far more than the context")
 _UNSATISFIABLE = (NO_TOKEN_MESSAGE, "No token of the model may follow", "The grammar cannot be followed")
 """How the errors begin of requests whose own options leave no token to choose."""
@@ -44,6 +50,12 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     type: str
     param: str | None = None
     code: str | int | None = None
+
+
+class Refusal(msgspec.Struct):
+    """The body of every answer that is an error."""
+
+    error: ErrorBody
 
 
 def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBody, dict[str, str]]:
@@ -82,7 +94,7 @@ def _field(message: str) -> str | None:
         return "structured_outputs" if owner.group(1) == "StructuredOutputsParams" else owner.group(2)
     if message.startswith("The grammar"):
         return "structured_outputs"
-    return option.group(1) if (option := _OPTION.match(message)) else None
+    return word.group() if (word := _WORD.match(message)) and word.group() in _OPTIONS else None
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
@@ -95,4 +107,4 @@ def _cut(text: str) -> str:
 
 def encode_error(body: ErrorBody) -> bytes:
     """The JSON of an error."""
-    return msgspec.json.encode({"error": body})
+    return msgspec.json.encode(Refusal(body))

@@ -24,6 +24,7 @@ from jaxinfer.http.errors import BadRequestError, describe, encode_error
 from jaxinfer.http.generation import Reply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
+from jaxinfer.http.openapi import document
 from jaxinfer.http.records import Records, Sink, note
 from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -139,6 +140,10 @@ class Server:
         content, kind = self.metrics.expose()
         return Response(content, headers={"Content-Type": kind})
 
+    async def openapi(self, request: Request) -> Response:
+        """`GET /openapi.json`."""
+        return _json(document(request.app.routes))
+
     async def version(self, request: Request) -> Response:
         """`GET /version`."""
         return _json({"version": version("jaxinfer")})
@@ -185,6 +190,7 @@ def make_app(models: ServedModels, limits: Limits, sinks: Iterable[Sink] = ()) -
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/version", server.version),
+        Route("/openapi.json", server.openapi),
     ]
     middleware = [Middleware(Records, sinks), *_cors(limits), Middleware(drain.middleware)]
     app = Starlette(

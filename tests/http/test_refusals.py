@@ -139,3 +139,23 @@ def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(async_llm, cap
     assert sent[0]["status"] == 499
     assert 'endpoint="/v1/completions",model="tiny",status="499"} 1.0' in metrics
     assert ClientDisconnect.__name__ not in caplog.text
+
+
+def test_the_openapi_document_describes_bodies_and_errors(client):
+    """As far as the endpoints take them: jsonschema judges a good body and a bad one as the server does."""
+    jsonschema = pytest.importorskip("jsonschema")
+
+    async def main():
+        return await (await client.get("/openapi.json")).json()
+
+    document = run(main())
+    assert document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["name"] == "model"
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"] | {"components": document["components"]}
+    jsonschema.validate({"messages": USER, **GREEDY}, schema)
+    for wrong in ({"messages": "hi"}, {"messages": USER, "unknown": 1}, {}):
+        assert ask(client, "/v1/chat/completions", wrong)[0] == 400
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    refusal = operation["responses"]["default"]["content"]["application/json"]["schema"]
+    jsonschema.validate(ask(client, "/v1/chat/completions", {})[1], refusal | {"components": document["components"]})

@@ -1,0 +1,66 @@
+"""`/openapi.json`: the server's endpoints and the bodies that they take, in the OpenAPI format."""
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.routing import BaseRoute, Route
+
+from jaxinfer.http.bodies import Body, ChatBody, CompletionBody
+from jaxinfer.http.embeddings import EmbeddingBody
+from jaxinfer.http.errors import Refusal
+from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+"""The bodies of endpoints."""
+
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Describe an application by its routes."""
+    kinds = [*BODIES.values(), Refusal]
+    references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    known = dict(zip(kinds, references, strict=True))
+    paths = {
+        _PARAMETER.sub(r"{\1}", route.path): {
+            method.lower(): _operation(route.path, known) for method in sorted(route.methods or ()) if method != "HEAD"
+        }
+        for route in routes
+        if isinstance(route, Route)
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxinfer", "version": version("jaxinfer")},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],  # a key only if the server has keys
+    }
+
+
+def _operation(path: str, known: dict[Any, Any]) -> dict[str, Any]:
+    """Describe what a path does."""
+    operation: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "The answer."},
+            "default": {"description": "An error.", "content": _json(known[Refusal])},
+        }
+    }
+    if names := _PARAMETER.findall(path):
+        schema = {"type": "string"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    if (body := BODIES.get(path)) is not None:
+        operation["requestBody"] = {"required": True, "content": _json(known[body])}
+    return operation
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
