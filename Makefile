@@ -21,7 +21,7 @@ COUNTED := -n 2 -o console_output_style=count
 BY_FILE := $(COUNTED) --dist loadgroup
 BALANCED := $(COUNTED) --dist worksteal
 
-.PHONY: demo docs test interpreted slow slow-share aot newest peers lint types contracts clean
+.PHONY: demo docs test interpreted slow slow-share aot newest peers conformance lint types contracts clean
 
 demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -35,11 +35,11 @@ test: .venv/.dev
 interpreted: .venv/.dev
 	.venv/bin/python -m pytest $(BALANCED) -m interpreted
 
-slow: .venv/.dev
+slow: .venv/.dev .venv-conformance/.conformance
 	.venv/bin/python -m pytest -m 'slow and not aot and not gpu'
 
 # Soaks are left to `make slow`.
-slow-share: .venv/.dev
+slow-share: .venv/.dev .venv-conformance/.conformance
 	.venv/bin/python -m pytest $(BALANCED) -m 'slow and not soak and not aot and not gpu' $(call share,$(SLOW_SHARES))
 
 # Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
@@ -51,6 +51,8 @@ newest: .venv-newest/.newest
 	.venv-newest/bin/python -m pytest $(BALANCED) $(call share,$(NEWEST_SHARES)) tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
 
 peers: .venv-peers/.peers
+
+conformance: .venv-conformance/.conformance
 
 lint: .venv/.dev
 	.venv/bin/ruff check
@@ -67,7 +69,7 @@ contracts: .venv/.dev
 	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
 clean:
-	rm -rf .venv .venv-aot .venv-newest .venv-peers build *.egg-info
+	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-conformance build *.egg-info
 
 %/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
@@ -103,4 +105,11 @@ clean:
 .venv-peers/.peers: .venv-peers/pyvenv.cfg benchmarks/peers/requirements.txt benchmarks/peers/optional.txt
 	@./pip-install .venv-peers -r benchmarks/peers/requirements.txt
 	@./pip-install .venv-peers -r benchmarks/peers/optional.txt || echo "Benchmarks leave out what is optional."
+	@touch $@
+
+# Clients and checkers of the OpenAI API, which need other packages than ours. Tests of what is not here are skipped.
+.venv-conformance/.conformance: .venv-conformance/pyvenv.cfg tests/conformance/requirements.txt tests/conformance/package.json
+	@./pip-install .venv-conformance -r tests/conformance/requirements.txt
+	@cp tests/conformance/package.json .venv-conformance
+	@npm install --silent --no-package-lock --prefix .venv-conformance || echo "The tests of npm's client are left out."
 	@touch $@

@@ -1,0 +1,116 @@
+"""A server process, and the environment with the tools that ask it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv-conformance"
+SURE_TO_START = 300.0
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+
+
+def save_model_that_ends(path):
+    """A tiny model for which as many tokens as can be end the text, none of them ASCII: every chat ends soon."""
+    from jaxinfer.models.files.loading import save_model
+    from tests.tiny import CONFIG, byte_tokenizer, random_model
+
+    files = {
+        "tokenizer.json": byte_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": TEMPLATE}).encode(),
+    }
+    model = random_model(dataclasses.replace(CONFIG, context=1024))
+    save_model(path, model, family="tiny", tokenizer=files, eos_ids=tuple(range(94, 110)))
+    return path
+
+
+@dataclasses.dataclass
+class Server:
+    """A `jaxinfer serve` process."""
+
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def metric(self, name):
+        """The sum of a metric's samples."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.partition("{")[0] == name]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    def until_idle(self):
+        """Wait until no request runs and no page of the KV cache is used."""
+        give_up = time.monotonic() + 60
+        while self.metric("jaxinfer_requests_running") or self.metric("jaxinfer_kv_pages_used"):
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(model, log, *options, port=None):
+    """A server from when it is ready until SIGTERM has ended it. port: None: any free one."""
+    if port is None:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+    command = [sys.executable, "-m", "jaxinfer", "serve", str(model), "--port", str(port), *options]
+    environment = {name: value for name, value in os.environ.items() if name != "JAXINFER_API_KEY"}
+    with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
+        server = Server(process, port, log)
+        try:
+            give_up = time.monotonic() + SURE_TO_START
+            while True:
+                with contextlib.suppress(OSError):
+                    server.get("/ready")
+                    break
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < give_up
+                time.sleep(0.1)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def model_that_ends(tmp_path_factory):
+    return save_model_that_ends(tmp_path_factory.mktemp("conformance") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(model_that_ends, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(model_that_ends, log, "--max-batch", "8", "--max-body-bytes", "100000") as server:
+        yield server
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.fixture(scope="session")
+def tool():
+    """Runs a program of the environment with the tools; returns its output."""
+    if not (TOOLS / ".conformance").exists():
+        pytest.skip("make conformance sets up the clients and checkers")
+
+    def run(program, *arguments, timeout=300, **options):
+        command = [str(TOOLS / "bin" / program), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,53 @@
+"""Clients of the OpenAI API, and checkers of it, find what they expect at a server process."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.conftest import TOOLS
+
+HERE = Path(__file__).parent
+CHATS = ["basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage"]
+NOT_FOR_US = {
+    "tool-calling": "tools are not implemented yet",
+    "image-input": "the models take text alone, and images are refused",
+    "reasoning-summary": "it is for models of OpenAI, and skips itself",
+    "error-handling": "it takes a request without a model for an error; it is one for the only model here",
+}
+"""Tests of llm-comply that are left out, and why."""
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_openai_client(server, tool):
+    done = tool("python", HERE / "openai_python.py", server.url, "tiny")
+    assert done.split()[-1] == "leaving"
+    server.until_idle()
+
+
+def test_the_openai_client_of_npm(server, tool):
+    del tool  # its environment has the package
+    node = shutil.which("node")
+    if node is None or not (TOOLS / "node_modules/openai").exists():
+        pytest.skip("needs node and npm")
+    command = [node, HERE / "openai_node.mjs", TOOLS, server.url, "tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    server.until_idle()
+
+
+def test_llm_comply(server, tool):
+    listed = tool("llm-comply", "--list", "--format", "openai-chat")
+    assert {word for word in listed.split() if word.startswith("chat-")} == {
+        f"chat-{name}" for name in (*CHATS, *NOT_FOR_US)
+    }
+    options = ["--format", "openai-chat", "--filter", ",".join(f"chat-{name}" for name in CHATS), "--verbose"]
+    tool("llm-comply", *options, "--base-url", f"{server.url}/v1", "--api-key", "none", "--model", "tiny")
+
+
+def test_schemathesis_finds_no_fault_of_the_server(server, tool):
+    options = ["--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--workers", "2"]
+    tool("schemathesis", "run", f"{server.url}/openapi.json", *options, "--request-timeout", "60", timeout=900)
+    server.until_idle()
