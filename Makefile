@@ -21,7 +21,7 @@ COUNTED := -n 2 -o console_output_style=count
 BY_FILE := $(COUNTED) --dist loadgroup
 BALANCED := $(COUNTED) --dist worksteal
 
-.PHONY: demo docs test interpreted slow slow-share aot newest peers conformance lint types contracts clean
+.PHONY: demo docs test interpreted slow slow-share aot newest peers vllm conformance lint types contracts clean
 
 demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -53,6 +53,8 @@ newest: .venv-newest/.newest
 peers: .venv-peers/.peers
 
 conformance: .venv-conformance/.conformance
+# A server that benchmarks.serving compares with; its packages contradict those of the other peers.
+vllm: .venv-vllm/.vllm
 
 lint: .venv/.dev
 	.venv/bin/ruff check
@@ -69,7 +71,7 @@ contracts: .venv/.dev
 	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
 clean:
-	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-conformance build *.egg-info
+	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-vllm .venv-conformance build *.egg-info
 
 %/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
@@ -112,4 +114,13 @@ clean:
 	@./pip-install .venv-conformance -r tests/conformance/requirements.txt
 	@cp tests/conformance/package.json .venv-conformance
 	@npm install --silent --no-package-lock --prefix .venv-conformance || echo "The tests of npm's client are left out."
+	@touch $@
+
+# uv resolves them, which pip does not in minutes. The CUDA builds of three packages would break every import.
+.venv-vllm/pyvenv.cfg: PYTHON := $(or $(PEERS_PYTHON),$(PYTHON))
+.venv-vllm/.vllm: .venv-vllm/pyvenv.cfg benchmarks/peers/vllm.txt
+	@./pip-install .venv-vllm uv
+	@.venv-vllm/bin/uv pip install --python .venv-vllm/bin/python --index-strategy unsafe-best-match \
+	  -r benchmarks/peers/vllm.txt $(addprefix --find-links ,$(PIP_FIND_LINKS))
+	@.venv-vllm/bin/uv pip uninstall --python .venv-vllm/bin/python torchvision torchaudio torchcodec
 	@touch $@

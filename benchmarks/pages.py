@@ -116,6 +116,13 @@ CHECKS = {
     "classify_two_images_cold_s": "`jaxinfer elastic classify` of two images, empty compilation cache",
     "warm_vs_llama.cpp": "speed until the first token, cached programs, against llama.cpp",
     "warm_vs_transformers": "the same, against transformers",
+    "front_end_events_per_s": "events that a CPU second of the whole process sends, 64 streams, steps of 4 ms",
+    "health_p99_ms": "the slowest 1% of answers of `/health` meanwhile",
+    "engine_ms_64_streams": "what HTTP adds to a step of the engine, 64 streams, steps of 10 ms",
+    "server_overhead": "CPU time of a token over HTTP against `AsyncLLM` alone, less 1, 64 streams, 246 M parameters",
+    "itl_p99_vs_best_peer": "99th percentile of the time between events: the same peer's over ours",
+    "overload_goodput": "good requests/s at 10 times the saturating rate, against that rate",
+    "restart_ready_s": "from the start of a process to `/ready` and a first token, warm cache, after `kill -9`",
 }
 """Names of checks in the table; other checks are left out."""
 PIPELINE_CHECKS = {
@@ -424,6 +431,19 @@ def _idle_table(rows: list[dict[str, Any]]) -> str:
     return table(["schedule, M = P, G = 50", "", *(f"P = {p}" for p in stages)], lines)
 
 
+def serving_section(result: Result) -> list[str]:
+    """Write the latencies and tokens per second of every server, and the checks."""
+    servers = [row for row in result["rows"] if row["figure"] == "servers" and "absent" not in row]
+    columns = ("tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
+    lines = [[row["server"], *(f"{row[name]:,.1f}" for name in columns)] for row in servers]
+    return [
+        "16 concurrent requests in float32, prompts of 128 tokens and answers of 64 on average; milliseconds; medians "
+        "of rounds in which servers take turns.",
+        table(["server", "tokens/s", "TTFT p50", "TPOT p50", "ITL p99"], lines),
+        checks_table(result),
+    ]
+
+
 def checks_table(result: Result, names: Mapping[str, str] = CHECKS) -> str:
     """Write every check with a name here, its target, and whether it was met."""
     checks = [Check(**check) for check in result["checks"] if check["name"] in names]
@@ -447,6 +467,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "start": start_section,
     "moe": moe_section,
     "pipeline": pipeline_section,
+    "serving": serving_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
@@ -456,6 +477,7 @@ PAGES = {
     "families.md": ("held_out",),
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
+    "serving.md": ("serving",),
 }
 """The sections of each page."""
 

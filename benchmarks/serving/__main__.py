@@ -1,9 +1,11 @@
-"""The HTTP server: the cost of an event, and its CPU time against that of `AsyncLLM` alone.
+"""The HTTP server: the cost of an event, its speed against other servers, and its manners under overload.
 
     python -m benchmarks.serving [--quick] [--only front_end,overhead] [--json benchmarks/results/KIND/serving.json]
 
 `front_end` has a clock in place of the device, so that nothing is measured but what the host does for a stream.
-`overhead` runs the model of `peers/make_model.py` with and without HTTP. Servers are started again for each round, and
+`overhead` runs the model of `peers/make_model.py` with and without HTTP. `compare` serves it next to vLLM and
+llama_cpp.server; a peer that is not there makes the checks invalid. `overload` sends ten times what saturates the
+server, `restart` times one that starts after its predecessor was killed. Servers are started again for each round, and
 take turns. The JSON is rewritten after every part.
 """
 
@@ -12,13 +14,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import Report, check_that_no_part_is_lost
+from benchmarks.report import ROOT, Report, check_that_no_part_is_lost
+from benchmarks.serving.compare import compare
 from benchmarks.serving.front_end import front_end
 from benchmarks.serving.overhead import overhead
+from benchmarks.serving.overload import overload
+from benchmarks.serving.restart import restart
 from benchmarks.serving.settings import Settings
 from benchmarks.workers import EngineError, add_options
 
-PARTS: dict[str, Callable[[Report, Settings], None]] = {"front_end": front_end, "overhead": overhead}
+PARTS: dict[str, Callable[[Report, Settings], None]] = {
+    "front_end": front_end,
+    "overhead": overhead,
+    "compare": compare,
+    "overload": overload,
+    "restart": restart,
+}
 
 
 def read_parts(text: str) -> list[str]:
@@ -36,6 +47,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test: the demo model, few tokens, one round")
     parser.add_argument("--rounds", type=int, default=3, help="of every server (default: 3)")
     parser.add_argument("--only", type=read_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--vllm-python", type=Path, default=ROOT / ".venv-vllm/bin/python", help="interpreter with vLLM (make vllm)"
+    )
     add_options(parser)
     args = parser.parse_args()
     if not args.demo.exists():
@@ -46,6 +60,7 @@ def main() -> None:
         folder=args.work_dir,
         demo=args.demo,
         peer_python=args.peer_python,
+        vllm_python=args.vllm_python,
         threads=args.threads,
     )
     names = args.only or list(PARTS)

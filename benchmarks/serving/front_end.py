@@ -52,7 +52,7 @@ def measure_served(settings: Settings, load: Load, step_ms: float) -> dict[str, 
         events, health = asyncio.run(under_load(server.port, load))
         figures = figures_of(load, events, server.cpu() - before)
         figures["health_p99_ms"] = 1e3 * sorted(health)[math.ceil(0.99 * len(health)) - 1]
-        return figures | json.loads(server.stop())
+        return figures | json.loads(server.stop().splitlines()[-1])
 
 
 def measure_bare(settings: Settings, load: Load, step_ms: float) -> dict[str, float]:

@@ -9,6 +9,9 @@ HEALTH_SECONDS = 0.02  # between two requests
 FIRST_TOKEN = 3  # the first that is no special token of the random models
 
 
+OK = b"HTTP/1.1 200"
+
+
 class Load(NamedTuple):
     """Requests that run at once: their number, the tokens of each prompt, and those of each answer."""
 
@@ -27,7 +30,7 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self, content: bytes):
         self.content, self.events, self.ended = content, 0, asyncio.get_running_loop().create_future()
-        self._tail = b""
+        self._head = self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -35,8 +38,10 @@ class _Stream(asyncio.Protocol):
         transport.write(self.content)
 
     def data_received(self, data: bytes) -> None:
-        if not self.events and not self._tail and b" 200 " not in data[:16]:
-            self._end(ValueError(f"The server answered {data[:500].decode(errors='replace')!r}."))
+        if len(self._head) < len(OK):
+            self._head += data
+            if not self._head.startswith(OK[: len(self._head)]):
+                self._end(ValueError(f"The server answered {data[:500].decode(errors='replace')!r}."))
         self.events += (self._tail[-1:] + data).count(b"\n\n")
         self._tail = data[-7:] if len(data) >= 7 else (self._tail + data)[-7:]
         if self._tail == b"\r\n0\r\n\r\n":  # the last chunk of the body

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -34,11 +35,10 @@ class CpuTime(NamedTuple):
 class Process:
     """A process that ends with the context."""
 
-    def __init__(self, name: str, command: Sequence[str | Path], **environment: str):
+    def __init__(self, name: str, command: Sequence[str | Path], *, output: Any = subprocess.PIPE, **environment: str):
         self.name, self.started = name, time.perf_counter()
-        pipe = subprocess.PIPE
         env = {**os.environ, **environment}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True, cwd=ROOT, env=env)
 
     def __enter__(self) -> Self:
         return self
@@ -59,14 +59,14 @@ class Process:
         return EngineError(f"{self.name} ended with status {self.process.wait()}; its own message is above.")
 
     def stop(self) -> str:
-        """End the process by SIGTERM; return the last line that it printed."""
+        """End the process by SIGTERM; return what it has printed since its last answer."""
         self.process.terminate()
         try:
             out, _ = self.process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             out, _ = self.process.communicate()
-        return (out.splitlines() or [""])[-1]
+        return out or ""
 
 
 class Server(Process):
@@ -80,7 +80,20 @@ class Server(Process):
 
     def __init__(self, name: str, command: Sequence[str | Path], *, ready: str = "/ready", **environment: str):
         self.port, self._ready = free_port(), ready
-        super().__init__(name, [str(part).format(port=self.port) for part in command], **environment)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill
+        command = [str(part).format(port=self.port) for part in command]
+        super().__init__(name, command, output=self._output, **environment)
+
+    def stop(self) -> str:
+        """End the process by SIGTERM; return what it has printed."""
+        super().stop()
+        with self._output:
+            self._output.seek(0)
+            return self._output.read()
+
+    def __exit__(self, *_: object) -> None:
+        if not self._output.closed:
+            self.stop()
 
     def wait(self) -> float:
         """Wait until the server takes requests; return the seconds from its start. Raises EngineError."""
