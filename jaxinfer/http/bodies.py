@@ -222,7 +222,7 @@ def _refusal(message: str) -> BadRequestError:
     what, _, place = message.partition(" - at `$")
     where = place.rstrip("`").lstrip(".")
     named = re.match(r"Object (?:contains unknown|missing required) field `(.*)`", what, re.DOTALL)
-    field = ".".join(filter(None, (where, named and named.group(1)))) or None
+    field = ".".join(filter(None, (where, named and (named.group(1) or "''")))) or None
     if what.startswith("Object contains unknown field"):
         return BadRequestError(f"{field} is not a field of this endpoint, or is not implemented.", param=field)
     return BadRequestError(f"{where or 'the body'}: {what}.", param=field)

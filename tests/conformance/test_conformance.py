@@ -47,7 +47,8 @@ def test_llm_comply(server, tool):
     tool("llm-comply", *options, "--base-url", f"{server.url}/v1", "--api-key", "none", "--model", "tiny")
 
 
-def test_schemathesis_finds_no_fault_of_the_server(server, tool):
+def test_schemathesis_finds_no_fault_of_the_server(server, tool, tmp_path):
     options = ["--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--workers", "2"]
-    tool("schemathesis", "run", f"{server.url}/openapi.json", *options, "--request-timeout", "60", timeout=900)
+    options += ["--request-timeout", "60"]
+    tool("schemathesis", "run", f"{server.url}/openapi.json", *options, timeout=900, cwd=tmp_path)
     server.until_idle()

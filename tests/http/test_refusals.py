@@ -39,6 +39,7 @@ def ask(client, path, body):
             None,
             "stream_options.x is not",
         ),
+        ("completions", {"": 1}, "''", None, "'' is not a field"),
         ("completions", {"prompt": ["a", {}]}, "prompt[1]", None, "prompt[1]: Expected"),
         ("completions", {"prompt": ""}, "prompt", None, "The prompt is empty"),
         ("completions", {"prompt": "a" * 200}, "prompt", "context_length_exceeded", "leaves no room"),
