@@ -47,17 +47,18 @@ class Queue:
           in_line: requests that arrived before and are not in the queue yet.
           load: the scheduler's.
         """
-        if self._max_seconds is None or self._interval is None:
+        if self._max_seconds is None:
             return
         ahead = sum(count for other, count in self._counts.items() if other <= priority)
         ahead += sum(len(each.sequences) for each in in_line if each.priority <= priority)
-        wait = (ahead + 1 - self._free_slots(load)) * self._interval
+        wait = self._wait(ahead, load)
         if wait > EXPECTED_SHARE * self._max_seconds:
             raise self._error(f"It would wait for about {wait:.1f} s", wait)
 
-    def _free_slots(self, load: SchedulerStats) -> int:
-        """Count the completions that can begin now."""
-        return max(self._capacity - load.running, 0)
+    def _wait(self, ahead: int, load: SchedulerStats) -> float:
+        """Estimate the seconds that a completion waits behind so many others: on average, half an interval is over."""
+        free = max(self._capacity - load.running, 0)
+        return max(ahead - free + 0.5, 0.0) * (self._interval or 0.0)
 
     def _error(self, what: str, wait: float) -> OverloadedError:
         assert self._max_seconds is not None
@@ -70,9 +71,9 @@ class Queue:
         """Add a request that was checked; return the one that gives way to it, which has its error."""
         self._tickets[ticket.key] = ticket
         self._counts[ticket.priority] += len(ticket.sequences)
-        if self._max_seconds is None or self._interval is None:
+        if self._max_seconds is None:
             return None
-        if (self._counts.total() - self._free_slots(load)) * self._interval <= EXPECTED_SHARE * self._max_seconds:
+        if self._wait(self._counts.total() - 1, load) <= EXPECTED_SHARE * self._max_seconds:
             return None
         limited = [each for each in self if each.limited]
         last = max(limited, key=lambda each: (each.priority, each.arrived), default=ticket)

@@ -43,7 +43,7 @@ def fill(queue, count, **options):
 def test_as_many_may_wait_as_begin_in_half_the_time():
     queue = learned()
     fill(queue, 4)
-    with pytest.raises(OverloadedError, match=r"about 2\.5 s, and max_queue_time is 4 s") as error:
+    with pytest.raises(OverloadedError, match=r"about 2\.2 s, and max_queue_time is 4 s") as error:
         queue.check(0, [], FULL)
     assert error.value.retry_after == pytest.approx(0.5)
     queue.check(0, [], SchedulerStats(running=3, waiting=0))  # a slot is free
@@ -105,7 +105,7 @@ def test_the_estimate_follows_the_load():
     queue.update([slow], 20.0)
     for _ in range(60):
         queue.ended(slow, 40.0, SchedulerStats(running=3, waiting=1))  # 20 s on one of 4
-    with pytest.raises(OverloadedError, match=r"about (4\.9|5\.0) s"):
+    with pytest.raises(OverloadedError, match=r"about 2\.5 s"):
         queue.check(0, [], FULL)
 
 
@@ -115,7 +115,7 @@ def test_pages_may_be_fewer_than_slots():
     queue.update([slow], 20.0)
     for _ in range(60):
         queue.ended(slow, 40.0, SchedulerStats(running=1, waiting=3))
-    with pytest.raises(OverloadedError, match=r"about 10\.\d s"):
+    with pytest.raises(OverloadedError, match=r"about 5\.0 s"):
         queue.check(0, [], SchedulerStats(running=2, waiting=1))
 
 
