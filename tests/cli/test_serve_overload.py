@@ -77,14 +77,28 @@ async def capacity(port, seconds=5.0):
     return sum(await asyncio.gather(client(), client())) / seconds
 
 
+async def delays():
+    """Measure by how much other programs delay this one, until it is cancelled."""
+    late = []
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            late.append(time.perf_counter() - began - 0.01)
+    return late
+
+
 async def overload(port, rate):
+    delayed = asyncio.create_task(delays())
     chance, tasks, at = random.Random(0), [], time.perf_counter()
     end = at + SECONDS
     while at < end:
         at += chance.expovariate(rate)
         await asyncio.sleep(max(at - time.perf_counter(), 0))
         tasks.append(asyncio.create_task(send(port, chance.choice(PRIORITIES))))
-    return await asyncio.gather(*tasks)
+    asked = await asyncio.gather(*tasks)
+    delayed.cancel()
+    return asked, float(np.quantile(await delayed, 0.99))
 
 
 @contextlib.contextmanager
@@ -106,15 +120,13 @@ def server():
 
 @pytest.mark.slow
 def test_ten_times_the_load():
-    """It may fail where other programs take the processor; then it prints what it has seen."""
-
     async def main(port):
         alone = [await send(port) for _ in range(10)]
         rate = 10 * await capacity(port)
-        return float(np.median([each.per_token_s for each in alone])), rate, await overload(port, rate)
+        return float(np.median([each.per_token_s for each in alone])), rate, *await overload(port, rate)
 
     with server() as port:
-        alone, rate, asked = asyncio.run(main(port))
+        alone, rate, asked, delay = asyncio.run(main(port))
     admitted = [each for each in asked if each.status == 200]
     refused = [each for each in asked if "would wait" in each.message]
     later = [each for each in asked if each.message and each not in refused]
@@ -123,6 +135,7 @@ def test_ten_times_the_load():
         ("s to first token", [each.first_s for each in admitted]),
         (f"times {1000 * alone:.1f} ms per token", [each.per_token_s / alone for each in admitted]),
         ("s to refusal", [each.status_s for each in refused]),
+        ("s of delay by other programs", [delay]),
         ("s to later refusal", [each.status_s for each in later] or [0.0]),
     ):
         print(name, np.quantile(values, [0.5, 0.9, 0.99, 1.0]).round(4))
@@ -134,7 +147,7 @@ def test_ten_times_the_load():
     assert all(each.done for each in admitted)
     in_time = [each.first_s <= FIRST_TOKEN_SECONDS and each.per_token_s <= TPOT_RATIO * alone for each in admitted]
     assert np.mean(in_time) >= 0.99
-    assert np.quantile([each.status_s for each in refused], 0.95) <= REFUSAL_SECONDS  # clients share the processor
+    assert np.quantile([each.status_s for each in refused], 0.99) <= REFUSAL_SECONDS + 2 * delay  # here and there
     assert len(later) <= len(admitted)  # they gave way to others
     assert all(each.status_s <= FIRST_TOKEN_SECONDS for each in later)
     assert served[-1] > served[0] > served[1]
