@@ -25,8 +25,10 @@ def our_server(model: Path, *options: str) -> Server:
 
 
 def vllm_server(settings: Settings, batch: int) -> Server:
-    """Start `vllm serve`. Its CPU backend runs eagerly: compiled graphs take minutes, and gain nothing here."""
-    command = [settings.vllm_python.parent / "vllm", "serve", settings.hf, "--port", "{port}", "--dtype", "float32"]
+    """Start the server of vLLM, in eager mode."""
+    # The command `vllm` looks for a package of its own name.
+    command = [settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.hf]
+    command += ["--port", "{port}", "--dtype", "float32"]
     command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(batch), "--enforce-eager"]
     command += ["--disable-uvicorn-access-log"]
     return Server(VLLM, command, ready="/health", VLLM_CPU_KVCACHE_SPACE="2", VLLM_LOGGING_LEVEL="WARNING")
