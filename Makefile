@@ -53,6 +53,7 @@ newest: .venv-newest/.newest
 peers: .venv-peers/.peers
 
 conformance: .venv-conformance/.conformance
+
 # A server that benchmarks.serving compares with; its packages contradict those of the other peers.
 vllm: .venv-vllm/.vllm
 

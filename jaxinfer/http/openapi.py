@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute, Route
 
+from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody
 from jaxinfer.http.bodies import Body, ChatBody, CompletionBody
 from jaxinfer.http.embeddings import EmbeddingBody
 from jaxinfer.http.errors import Refusal
@@ -17,6 +18,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/load_lora_adapter": LoadAdapterBody,
+    "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
