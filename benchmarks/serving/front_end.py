@@ -1,7 +1,8 @@
-"""The cost of an event from the engine to the socket, with a device that is a clock.
+"""The cost of an event from the engine to the socket, with a clock in place of the engine, or of the device alone.
 
-Only the device is replaced: the scheduler, the streams of `AsyncLLM`, the HTTP code and uvicorn are those of
-`jaxinfer serve`. Every row gets a token in each step, and each token is an event unless the server falls behind.
+All else is that of `jaxinfer serve`: the streams of `AsyncLLM`, the HTTP code and uvicorn; with a mock device, the
+scheduler and detokenisation too. Every completion gets a token in each step, and each token is an event unless the
+server falls behind.
 """
 
 import asyncio
@@ -17,52 +18,62 @@ from benchmarks.serving.processes import Bare, CpuTime, Server, async_command
 from benchmarks.serving.settings import Settings
 
 LOAD = Load(streams=64, prompt=16, tokens=900)
-STEP_MS = (4.0, 10.0)
-"""A step of the device: one in which 64 streams want 16,000 events a second, and that of an 8B model on one GPU."""
+STEP_MS = {"engine": 4.0, "device": 10.0}
+"""A step in which 64 streams want 16,000 events a second, and that of an 8B model on one GPU."""
 
 
 def front_end(report: Report, settings: Settings) -> None:
     """Measure events per CPU second, answers of `/health` meanwhile, and what HTTP adds to an engine's step."""
     load = LOAD._replace(tokens=60) if settings.quick else LOAD
-    for step_ms in STEP_MS:
-        served, bare = [], []
-        for _ in range(settings.rounds):
-            bare.append(measure_bare(settings, load, step_ms))
-            served.append(measure_served(settings, load, step_ms))
-        rows = {"http": medians(served), "bare": medians(bare)}
-        for kind, row in rows.items():
-            row = {name: round(value, 3) for name, value in row.items()}
-            report.row(figure="front end", kind=kind, device_ms=step_ms, **load._asdict(), **row)
-            rich.print(f"front end, {kind}, a device of {step_ms} ms a step: {row}")
-        if step_ms == STEP_MS[0]:
-            report.check("front_end_events_per_s", rows["http"]["events_per_cpu_s"], "events/s", target=20_000)
-            report.check("health_p99_ms", rows["http"]["health_p99_ms"], "ms", target=50, better="lower")
-        else:
-            added = rows["http"]["step_ms"] - rows["bare"]["step_ms"]
-            report.check("engine_ms_64_streams", added, "ms", target=0.1, better="lower")
+    engine = _rows(report, settings, load, "engine")
+    report.check("front_end_events_per_s", engine["http"]["events_per_cpu_s"], "events/s", target=20_000)
+    report.check("health_p99_ms", engine["http"]["health_p99_ms"], "ms", target=50, better="lower")
+    device = _rows(report, settings, load, "device")
+    added = device["http"]["step_ms"] - device["bare"]["step_ms"]
+    report.check("engine_ms_64_streams", added, "ms", target=0.1, better="lower")
 
 
-def measure_served(settings: Settings, load: Load, step_ms: float) -> dict[str, float]:
+def _rows(report: Report, settings: Settings, load: Load, mock: str) -> dict[str, dict[str, float]]:
+    """Measure with and without HTTP, in turn; return the medians of both."""
+    served, bare = [], []
+    for _ in range(settings.rounds):
+        bare.append(measure_bare(settings, load, mock))
+        served.append(measure_served(settings, load, mock))
+    rows = {"http": medians(served), "bare": medians(bare)}
+    for kind, row in rows.items():
+        row = {name: round(value, 3) for name, value in row.items()}
+        report.row(figure="front end", kind=kind, mock=mock, mock_ms=STEP_MS[mock], **load._asdict(), **row)
+        rich.print(f"front end, {kind}, a mock {mock} of {STEP_MS[mock]} ms a step: {row}")
+    return rows
+
+
+def measure_served(settings: Settings, load: Load, mock: str) -> dict[str, float]:
     """Start a server, and run the load twice, of which the first is a warm-up."""
-    command = async_command(settings.demo, load, step_ms, "{port}")
-    with Server("the server with a mock device", command) as server:
+    command = async_command(settings.demo, load, "{port}", mock=mock, step_ms=STEP_MS[mock])
+    with Server(f"the server with a mock {mock}", command) as server:
         server.wait()
         asyncio.run(under_load(server.port, load._replace(tokens=32)))
         before = server.cpu()
         events, health = asyncio.run(under_load(server.port, load))
         figures = figures_of(load, events, server.cpu() - before)
         figures["health_p99_ms"] = 1e3 * sorted(health)[math.ceil(0.99 * len(health)) - 1]
-        return figures | json.loads(server.stop().splitlines()[-1])
+        return figures | _printed(server.stop())
 
 
-def measure_bare(settings: Settings, load: Load, step_ms: float) -> dict[str, float]:
+def measure_bare(settings: Settings, load: Load, mock: str) -> dict[str, float]:
     """Run the load without HTTP, in the same way."""
-    with Bare("AsyncLLM with a mock device", async_command(settings.demo, load, step_ms, "0")) as bare:
+    command = async_command(settings.demo, load, "0", mock=mock, step_ms=STEP_MS[mock])
+    with Bare(f"AsyncLLM with a mock {mock}", command) as bare:
         bare.wait()
         bare.run(load._replace(tokens=32))
         before = bare.cpu()
         events = bare.run(load)["events"]
-        return figures_of(load, events, bare.cpu() - before) | json.loads(bare.stop())
+        return figures_of(load, events, bare.cpu() - before) | _printed(bare.stop())
+
+
+def _printed(text: str) -> dict[str, float]:
+    """The figures of the last line that a process printed."""
+    return {name: value for name, value in json.loads(text.splitlines()[-1]).items() if value is not None}
 
 
 def figures_of(load: Load, events: int, cpu: CpuTime) -> dict[str, float]:

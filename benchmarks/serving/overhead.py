@@ -35,7 +35,7 @@ def overhead(report: Report, settings: Settings) -> None:
 
 def measure_served(model: Path, load: Load) -> dict[str, float]:
     """Start a server, and run the load twice, of which the first is a warm-up."""
-    with Server("the server", async_command(model, load, 0, "{port}")) as server:
+    with Server("the server", async_command(model, load, "{port}")) as server:
         server.wait()
         asyncio.run(count_events(server.port, load))
         before = server.cpu()
@@ -45,7 +45,7 @@ def measure_served(model: Path, load: Load) -> dict[str, float]:
 
 def measure_bare(model: Path, load: Load) -> dict[str, float]:
     """Run the load without HTTP, in the same way."""
-    with Bare("AsyncLLM", async_command(model, load, 0, "0")) as bare:
+    with Bare("AsyncLLM", async_command(model, load, "0")) as bare:
         bare.wait()
         bare.run(load)
         before = bare.cpu()

@@ -129,9 +129,9 @@ class Bare(Process):
         raise self.failed()
 
 
-def async_command(model: Path, load: Load, step_ms: float, port: str) -> list[str]:
+def async_command(model: Path, load: Load, port: str, *, mock: str = "nothing", step_ms: float = 0.0) -> list[str]:
     """The command of `run_async.py`."""
-    arguments = (str(model), str(load.streams), str(step_ms), port)
+    arguments = (str(model), str(load.streams), mock, str(step_ms), port)
     return [sys.executable, "-m", "benchmarks.serving.run_async", *arguments]
 
 

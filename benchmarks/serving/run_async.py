@@ -1,8 +1,9 @@
-"""The process of `AsyncLLM`, behind HTTP or bare: `run_async.py MODEL MAX_BATCH STEP_MS PORT`.
+"""The process of `AsyncLLM`, behind HTTP or bare: `run_async.py MODEL MAX_BATCH MOCK STEP_MS PORT`.
 
 A port of 0 means bare: each line of stdin is a load, {"streams": 64, "prompt": 16, "tokens": 900}, which runs as tasks
-that read deltas; its answer is a line, {"events": ..., "seconds": ...}. STEP_MS is of a device that is a clock, and 0
-stands for the real one. At SIGTERM the process prints the mean milliseconds of a step with all rows, {"step_ms": ...}.
+that read deltas; its answer is a line, {"events": ..., "seconds": ...}. MOCK says what a clock of STEP_MS replaces:
+"device", "engine" or "nothing". At SIGTERM the process prints the mean milliseconds of a step of a mock device with all
+rows, {"step_ms": ...}.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.serving.load import prompt_of
-from benchmarks.serving.mock_engine import ClockedDecoder, mock_llm
+from benchmarks.serving.mock_engine import ClockedDecoder, with_mock_device, with_mock_engine
 from jaxinfer import AsyncLLM, SamplingParams
 
 
@@ -46,10 +47,12 @@ def step_ms(device: ClockedDecoder | None, rows: int) -> float | None:
     return statistics.mean(periods) if periods else None
 
 
-def main(model: Path, max_batch: int, step: float, port: int) -> None:
+def main(model: Path, max_batch: int, mock: str, step: float, port: int) -> None:
     device = None
-    if step:
-        llm, device = mock_llm(model, step_s=step / 1e3, max_batch=max_batch)
+    if mock == "device":
+        llm, device = with_mock_device(model, step_s=step / 1e3, max_batch=max_batch)
+    elif mock == "engine":
+        llm = with_mock_engine(model, step_s=step / 1e3, max_batch=max_batch)
     else:
         llm = AsyncLLM(model, max_batch=max_batch, compile_ahead=True, progress=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -67,4 +70,4 @@ def main(model: Path, max_batch: int, step: float, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))

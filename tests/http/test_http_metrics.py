@@ -164,11 +164,11 @@ def test_aliases_have_the_values_of_our_names(llm, output):
 
 
 def test_adapters_of_requests_are_shown_where_there_may_be_any(llm, output, monkeypatch):
-    assert "vllm:lora_requests_info" not in scrape(Metrics(llm, "tiny"))[0]
+    assert "vllm:lora_requests_info" not in scrape(metrics_of(llm))[0]
     busy = dataclasses.replace(llm.stats(), running_adapters={"b": 2, "a": 1}, waiting_adapters={"c": 1})
     monkeypatch.setattr(llm, "stats", lambda: busy)
     monkeypatch.setattr(llm.engine, "_config", dataclasses.replace(llm.engine.config, max_adapters=2))
-    (sample,) = scrape(Metrics(llm, "tiny"))[0]["vllm:lora_requests_info"].samples
+    (sample,) = scrape(metrics_of(llm))[0]["vllm:lora_requests_info"].samples
     names = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
     assert sample.labels == {"model_name": "tiny", **names}
     assert sample.value == pytest.approx(time.time(), abs=60)

@@ -140,7 +140,7 @@ def test_a_model_that_loads_while_the_server_ends_is_closed(model_dir):
     with few_programs():
         llm = AsyncLLM(model_dir, **PLAIN)
     model = ServedModel("late", lambda: llm)
-    model.close()
+    model.close(drain=True)
     assert not model.is_running
     model.load()
     assert not llm.is_running

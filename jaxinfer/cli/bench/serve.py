@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxinfer.evaluation.serving.client import LoadRequest, Record
-    from jaxinfer.evaluation.serving.figures import Objective, Summary
+    from jaxinfer.evaluation.serving.figures import LoadSummary, Objective
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 """Words of random prompts; most tokenizers have a token for each."""
@@ -163,7 +163,7 @@ def make_load(
     ]
 
 
-def print_summary(summary: "Summary", title: str) -> None:
+def print_summary(summary: "LoadSummary", title: str) -> None:
     """Print a table of rates, one of latencies, and a line for each kind of error."""
     from jaxinfer.evaluation.serving.figures import LATENCIES, PERCENTILES
 
@@ -187,7 +187,7 @@ def print_summary(summary: "Summary", title: str) -> None:
         print(f"{count} failed: {kind}")
 
 
-def _report(ctx: typer.Context, model: str, summary: "Summary") -> bytes:
+def _report(ctx: typer.Context, model: str, summary: "LoadSummary") -> bytes:
     settings = {name: value for name, value in ctx.params.items() if name not in ("url", "model", "json_file", "plot")}
     versions = {name: importlib.metadata.version(name) for name in ("jaxinfer", "httpx2")}
     report: dict[str, Any] = {

@@ -79,7 +79,7 @@ class Samples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
+class LoadSummary:
     """The figures of a load.
 
     Attributes:
@@ -108,13 +108,13 @@ class Summary:
     client_lag_ms: float
 
 
-def summarise(records: Sequence[Record], objective: Objective) -> Summary:
+def summarise(records: Sequence[Record], objective: Objective) -> LoadSummary:
     """Compute the figures of a load of at least one request."""
     good = [record for record in records if not record.error]
     seconds, tokens = max(record.ended for record in records), sum(record.output_tokens for record in good)
     samples = Samples.from_records(records)
     kept = sum(map(objective.is_kept, records))
-    return Summary(
+    return LoadSummary(
         requests=len(good),
         errors=count_errors(list(records)),
         seconds=seconds,

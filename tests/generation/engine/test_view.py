@@ -3,6 +3,7 @@
 import dataclasses
 from random import Random
 
+import msgspec
 import pytest
 
 from jaxinfer.generation.engine.growing_text import BLOCK
@@ -136,7 +137,9 @@ def test_a_step_copies_no_prompt(request_):
     first, snapshot = pending.reader.newest, pending.reader.newest
     assert len(snapshot.completions) == len(sequences)
     for completion in snapshot.completions:
-        assert all(id(value) in known for value in completion if isinstance(value, list | tuple))
+        assert all(
+            id(value) in known for value in msgspec.structs.astuple(completion) if isinstance(value, list | tuple)
+        )
     advance(sequences[0], 6, "a", 2.0)
     assert pending.advance()
     assert pending.reader.newest.prompt_token_ids is first.prompt_token_ids
