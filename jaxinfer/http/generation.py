@@ -73,28 +73,35 @@ class Reply(abc.ABC):
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the chunks of a stream. What is raised before the first one is no event."""
         chunk = self._answer(self.chunk, [])
-        async with contextlib.aclosing(_merged(self.streams)) as snapshots:
-            async for place, snapshot in snapshots:
-                if choices := self._deltas(place, snapshot):
-                    chunk.choices = choices
-                    if self._options.continuous_usage_stats:
-                        chunk.usage = usage_of(self.newest.values())
-                    yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        if len(self.streams) == 1:  # each token costs less than with `_merged`
+            async with contextlib.aclosing(self.streams[0]) as stream:
+                async for snapshot in stream.snapshots:
+                    if event := self._event(chunk, 0, snapshot):
+                        yield event
+        else:
+            async with contextlib.aclosing(_merged(self.streams)) as snapshots:
+                async for place, snapshot in snapshots:
+                    if event := self._event(chunk, place, snapshot):
+                        yield event
         self.usage = usage_of(self.newest.values())
         if self._options.include_usage:
             chunk.choices, chunk.usage = [], self.usage
             yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
         yield DONE
 
-    def _deltas(self, place: int, snapshot: RequestSnapshot) -> list[CompletionChoice]:
-        """The new parts of a prompt's completions."""
+    def _event(self, chunk: Completion, place: int, snapshot: RequestSnapshot) -> bytes | None:
+        """A chunk with the new parts of a prompt's completions; None if nothing is new."""
         seen, self.newest[place] = self.newest.get(place), snapshot
-        first, deltas = place * len(snapshot.completions), list[CompletionChoice]()
+        first, chunk.choices = place * len(snapshot.completions), []
         for number, completion in enumerate(snapshot.completions):
             before = None if seen is None else seen.completions[number]
-            if completion is not before and (delta := self.delta(first + number, completion, before)) is not None:
-                deltas.append(delta)
-        return deltas
+            if (delta := self.delta(first + number, completion, before)) is not None:
+                chunk.choices.append(delta)
+        if not chunk.choices:
+            return None
+        if self._options.continuous_usage_stats:
+            chunk.usage = usage_of(self.newest.values())
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 class CompletionReply(Reply):
@@ -171,11 +178,6 @@ class ChatReply(Reply):
 
 async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestSnapshot]]:
     """Yield the snapshots of all streams as they come, each with its stream's place."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]):
-            async for snapshot in streams[0].snapshots:
-                yield 0, snapshot
-        return
     queue: asyncio.Queue[tuple[int, RequestSnapshot] | None] = asyncio.Queue(len(streams))
 
     async def read(place: int, stream: OutputStream) -> None:
