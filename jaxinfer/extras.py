@@ -10,6 +10,7 @@ PACKAGES = {
     "mlxtend": ("mlxtend", "elastic"),
     "skimage": ("scikit-image", "elastic"),
     "sklearn": ("scikit-learn", "elastic"),
+    "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "prometheus_client": ("prometheus-client", "serve"),
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),

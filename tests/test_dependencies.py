@@ -41,6 +41,7 @@ TOOLS = {
     "hatchling": "builds the wheel",
     "httptools": "uvicorn reads HTTP by it",
     "import-linter": "make contracts",
+    "opentelemetry-sdk": "a part of the package `opentelemetry`",
     "pyright": "make types",
     "ruff": "make lint",
 }
@@ -75,6 +76,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.records",
     "jaxinfer.http.openapi",
     "jaxinfer.http.server",
+    "jaxinfer.http.traces",
 }
 """Modules that nothing imports before `require_extra`."""
 
@@ -135,7 +137,7 @@ def test_what_is_imported_is_declared():
     files = (ROOT / "benchmarks/peers" / name for name in ("requirements.txt", "optional.txt"))
     lines = "".join(file.read_text() for file in files)
     peers = {name_of(line) for line in lines.splitlines() if not line.startswith("#")}
-    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench", "serve"))
+    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench", "otel", "serve"))
     assert not undeclared(python_files("examples"), declared("all"))
     assert not undeclared(python_files("benchmarks") - {SUITE}, declared("all") | peers)
     assert not undeclared(python_files("tests") | {SUITE}, declared("all", "dev", "docs"))

@@ -59,6 +59,13 @@ AccessLogOption = Annotated[
 DrainOption = Annotated[
     float, typer.Option(min=0.0, help="Seconds that running requests have to end after SIGTERM or Ctrl-C.")
 ]
+TracesOption = Annotated[
+    str | None, typer.Option(metavar="URL", help="URL of an OpenTelemetry collector that gets traces.")
+]
+AdapterFoldersOption = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="DIR", help="Folder from which clients may load LoRA adapters; repeatable."),
+]
 
 
 def serve(
@@ -75,10 +82,7 @@ def serve(
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="LoRA adapter, a model to clients; repeatable.")
     ] = None,
-    adapter_folder: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="Folder from which clients may load LoRA adapters; repeatable."),
-    ] = None,
+    adapter_folder: AdapterFoldersOption = None,
     max_lora_rank: Annotated[
         int | None, typer.Option(help="Maximum rank of the adapters that clients load (default: 16).")
     ] = None,
@@ -97,6 +101,7 @@ def serve(
     cors_origin: OriginsOption = None,
     access_log: AccessLogOption = None,
     drain_timeout: DrainOption = 20.0,
+    otlp_endpoint: TracesOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
@@ -135,6 +140,8 @@ def _run(config: "ServerConfig", listening: "socket.socket") -> None:
     """Serve what a config describes."""
     from jaxinfer.http.process import serve as run
 
+    if config.otlp_endpoint is not None:
+        require_extra("opentelemetry", "--otlp-endpoint")
     _warn(config.host, config.limits.api_keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
     served = f"Serving {', '.join(config.models)} at http://{host}:{config.port}/v1; Ctrl-C ends it."
@@ -186,6 +193,7 @@ def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
         port=given["port"],
         access_log=given["access_log"],
         drain_timeout=given["drain_timeout"],
+        otlp_endpoint=given["otlp_endpoint"],
         limits=Limits(
             api_keys=keys,
             cors_origins=tuple(given["cors_origin"] or ()),

@@ -85,6 +85,7 @@ class ServerConfig:
       port: the port to listen on.
       access_log: the file that gets a line of JSON for each request; "-": stderr; None: none.
       drain_timeout: seconds that running requests have to end after a signal.
+      otlp_endpoint: the URL of an OpenTelemetry collector that gets traces; None: none.
       limits: limits of clients.
       source: the file that describes it; None: the command line.
     """
@@ -94,11 +95,14 @@ class ServerConfig:
     port: Port = 8000
     access_log: str | None = None
     drain_timeout: NotNegative = 20.0
+    otlp_endpoint: str | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     source: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "host", "port", "access_log", "drain_timeout")
+        check_fields(self, "host", "port", "access_log", "drain_timeout", "otlp_endpoint")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.models:
             raise ValueError("models: there are none; a server needs at least one.")
         check_names(
@@ -129,6 +133,7 @@ class ServerConfig:
                 port=file.port,
                 access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
                 drain_timeout=file.drain_timeout,
+                otlp_endpoint=file.otlp_endpoint,
                 limits=Limits(
                     api_keys=api_keys,
                     cors_origins=tuple(file.cors_origins),
@@ -146,6 +151,7 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     port: int = ServerConfig.port
     access_log: str | None = ServerConfig.access_log
     drain_timeout: float = ServerConfig.drain_timeout
+    otlp_endpoint: str | None = ServerConfig.otlp_endpoint
     cors_origins: list[str] = []
     timeout: float | None = Limits.timeout
     max_body_bytes: int = Limits.max_body_bytes

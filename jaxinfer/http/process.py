@@ -48,28 +48,43 @@ def serve(
         ServedModel(name, functools.partial(_load, config.source, name, model), model.adapter_folders)
         for name, model in config.models.items()
     ]
-    sinks = [] if access_log is None else [records.access_log(access_log)]
-    app = make_app(ServedModels(models), config.limits, sinks)
-    server = _Server(app, app.state.drain, config.drain_timeout)
-    errors: list[BaseException] = []
+    with _sinks(config, access_log) as sinks, _short_turns():
+        app = make_app(ServedModels(models), config.limits, sinks)
+        server = _Server(app, app.state.drain, config.drain_timeout)
+        errors: list[BaseException] = []
 
-    def load() -> None:
-        try:
-            for model in models:
-                model.load()
-            ready()
-        except BaseException as error:
-            errors.append(error)
-            server.should_exit = True
+        def load() -> None:
+            try:
+                for model in models:
+                    model.load()
+                ready()
+            except BaseException as error:
+                errors.append(error)
+                server.should_exit = True
 
-    loading = threading.Thread(target=load, name="jaxinfer-loading", daemon=True)  # the process ends without it
-    loading.start()
-    with _short_turns():
+        loading = threading.Thread(target=load, name="jaxinfer-loading", daemon=True)  # the process ends without it
+        loading.start()
         server.run(sockets=[listening])
     if errors:
         raise errors[0]
     if server.was_hurried or loading.is_alive():  # the command line ends what still compiles
         signal.raise_signal(server.signals[-1])
+
+
+@contextmanager
+def _sinks(config: ServerConfig, access_log: TextIO | None) -> Iterator[list[records.Sink]]:
+    """Open what takes the records of requests."""
+    sinks = [] if access_log is None else [records.access_log(access_log)]
+    if config.otlp_endpoint is None:
+        yield sinks
+        return
+    from jaxinfer.http.traces import Traces  # of another extra
+
+    traces = Traces(config.otlp_endpoint)
+    try:
+        yield [*sinks, traces]
+    finally:
+        traces.close()
 
 
 @contextmanager

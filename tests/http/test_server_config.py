@@ -20,6 +20,7 @@ host = "::1"
 port = 80
 access_log = "access.jsonl"
 drain_timeout = 7
+otlp_endpoint = "http://localhost:4318"
 cors_origins = ["https://chat.example"]
 timeout = 5
 max_body_bytes = 100
@@ -53,6 +54,7 @@ def test_a_file(tmp_path):
         port=80,
         access_log=str(tmp_path / "access.jsonl"),
         drain_timeout=7,
+        otlp_endpoint="http://localhost:4318",
         limits=Limits(timeout=5, max_body_bytes=100, api_keys=("key",), cors_origins=("https://chat.example",)),
         source=str(tmp_path / "serve.toml"),
         models={
@@ -79,7 +81,7 @@ def test_a_file(tmp_path):
 
 def test_defaults_are_those_of_the_command_line():
     config, options = ServerConfig(models={"a": ModelConfig(path=Path("a"))}), inspect.signature(serve).parameters
-    for name in ("host", "port", "access_log", "drain_timeout"):
+    for name in ("host", "port", "access_log", "drain_timeout", "otlp_endpoint"):
         assert options[name].default == getattr(config, name)
     for name in ("timeout", "max_body_bytes"):
         assert options[name].default == getattr(config.limits, name)
