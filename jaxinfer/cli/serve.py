@@ -151,12 +151,16 @@ def _run(config: "ServerConfig", listening: "socket.socket") -> None:
 
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[TextIO | None]:
-    """Open the file of `--access-log`."""
+    """Open the file of `--access-log`. Raises ValueError."""
     if path is None or path == "-":
         yield None if path is None else sys.stderr
-    else:
-        with open(path, "a") as file:
-            yield file
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "a"))
+        except OSError as error:
+            raise ValueError(f"access log {path}: {error.strerror}; name a file that can be written.") from error
+        yield file
 
 
 def _refuse_others(ctx: typer.Context) -> None:
