@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, Report
 from jaxinfer.compiled import cache_folder
 
 PEERS = Path(__file__).parent / "peers"
@@ -81,6 +82,39 @@ QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_cou
 
 class EngineError(SystemExit):
     """An engine cannot run; the message says how to install it. Ends the command unless it is caught."""
+
+
+def parts_reader(parts: Mapping[str, object]) -> Callable[[str], list[str]]:
+    """Return what parses the parts named in `--only`."""
+
+    def read_parts(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - parts.keys():
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+        return names
+
+    return read_parts
+
+
+def run_part[Settings](
+    name: str,
+    part: Callable[[Report, Settings], None],
+    report: Report,
+    settings: Settings,
+    json_file: Path | None,
+) -> str:
+    """Run one part and save its result. Returns why an engine could not run; then the part has no figures."""
+    start, absent = time.monotonic(), ""
+    try:
+        part(report, settings)
+    except EngineError as error:
+        absent = f"{name}: {error}"
+        print(absent, flush=True)
+    seconds = round(time.monotonic() - start, 1)
+    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
+    report.save(json_file)
+    print(f"{name} took {seconds:.0f} s", flush=True)
+    return absent
 
 
 def run_module(name: str, *arguments: str, **environment: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ them on the demo model, because only a trained model's text is predictable. The 
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from benchmarks.engine.step_gap import step_gap
 from benchmarks.engine.throughput import throughput_float32, throughput_int8
 from benchmarks.engine.ways import Memory
 from benchmarks.report import Report, check_that_no_part_is_lost
-from benchmarks.workers import EngineError, add_options
+from benchmarks.workers import add_options, parts_reader, run_part
 from jaxinfer.compiled import cache_folder
 
 WAYS = cache_folder() / "benchmarks" / "ways.json"
@@ -37,14 +36,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "queues": queues,
     "host": host,
 }
-
-
-def read_parts(text: str) -> list[str]:
-    """Parse the parts named in `--only`."""
-    names = text.split(",")
-    if unknown := set(names) - PARTS.keys():
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return names
+read_parts = parts_reader(PARTS)
 
 
 def positive(text: str) -> int:
@@ -86,25 +78,10 @@ def main() -> None:
         flush=True,
     )
     report.row(figure="settings", quick=args.quick, rounds=args.rounds, search=args.search, peer_threads=args.threads)
-    failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
+    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
     report.finish(args.json)
     if failed:
         raise SystemExit("\n".join(failed))
-
-
-def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
-    """Run one part and save its result. Returns why a peer could not run; then the part has no figures."""
-    start, absent = time.monotonic(), ""
-    try:
-        PARTS[name](report, settings)
-    except EngineError as error:
-        absent = f"{name}: {error}"
-        print(absent, flush=True)
-    seconds = round(time.monotonic() - start, 1)
-    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
-    report.save(json_file)
-    print(f"{name} took {seconds:.0f} s", flush=True)
-    return absent
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ take turns. The JSON is rewritten after every part.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from benchmarks.serving.overhead import overhead
 from benchmarks.serving.overload import overload
 from benchmarks.serving.restart import restart
 from benchmarks.serving.settings import Settings
-from benchmarks.workers import EngineError, add_options
+from benchmarks.workers import add_options, parts_reader, run_part
 
 PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "front_end": front_end,
@@ -30,14 +29,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "overload": overload,
     "restart": restart,
 }
-
-
-def read_parts(text: str) -> list[str]:
-    """Parse the parts named in `--only`."""
-    names = text.split(",")
-    if unknown := set(names) - PARTS.keys():
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return names
+read_parts = parts_reader(PARTS)
 
 
 def main() -> None:
@@ -68,25 +60,10 @@ def main() -> None:
     report = Report()
     report.print_header()
     report.row(figure="settings", quick=args.quick, rounds=settings.rounds, peer_threads=args.threads)
-    failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
+    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
     report.finish(args.json)
     if failed:
         raise SystemExit("\n".join(failed))
-
-
-def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
-    """Run one part and save its result. Returns why a server could not run; then the part has no figures."""
-    start, absent = time.monotonic(), ""
-    try:
-        PARTS[name](report, settings)
-    except EngineError as error:
-        absent = f"{name}: {error}"
-        print(absent, flush=True)
-    seconds = round(time.monotonic() - start, 1)
-    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
-    report.save(json_file)
-    print(f"{name} took {seconds:.0f} s", flush=True)
-    return absent
 
 
 if __name__ == "__main__":

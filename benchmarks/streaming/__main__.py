@@ -27,7 +27,7 @@ from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
 from benchmarks.streaming.speculation import speculation
 from benchmarks.streaming.summary import summary
-from benchmarks.workers import EngineError
+from benchmarks.workers import EngineError, parts_reader
 from jaxinfer.compiled import cache_folder
 
 PARTS: dict[str, Callable[[Report, Settings], None]] = {
@@ -40,14 +40,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "residents": residents,
     "speculation": speculation,
 }
-
-
-def read_parts(text: str) -> list[str]:
-    """Parse the parts named in `--only`."""
-    names = text.split(",")
-    if unknown := set(names) - PARTS.keys():
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return names
+read_parts = parts_reader(PARTS)
 
 
 def main() -> None:

@@ -93,10 +93,10 @@ def test_a_part_whose_peer_cannot_run_is_reported_and_the_others_go_on(tmp_path,
     monkeypatch.setattr(engine, "PARTS", {"broken": broken, "sound": sound})
     report, file = Report(), tmp_path / "engine.json"
     given = settings(tmp_path, peer_python=tmp_path / "python")
-    absent = engine.run_part("broken", report, given, file)
+    absent = engine.run_part("broken", engine.PARTS["broken"], report, given, file)
     assert "No interpreter at" in absent
     assert "make peers" in absent
-    assert engine.run_part("sound", report, given, file) == ""
+    assert engine.run_part("sound", engine.PARTS["sound"], report, given, file) == ""
     rows = json.loads(file.read_text())["rows"]
     assert [row["figure"] for row in rows] == ["part", "sound", "part"]
     assert rows[0]["absent"] == absent
