@@ -15,7 +15,7 @@ from benchmarks.serving.processes import Server
 from benchmarks.serving.servers import ask, make_requests, our_server
 from benchmarks.serving.settings import Settings
 from jaxinfer.evaluation.serving.arrivals import poisson
-from jaxinfer.evaluation.serving.client import Record
+from jaxinfer.evaluation.serving.client import RequestRecord
 from jaxinfer.evaluation.serving.figures import Objective, summarise, tpot_ms
 
 BATCH, SATURATED = 8, 64  # requests at a time; and in all, to find the saturated rate
@@ -68,7 +68,7 @@ def measure(server: Server, settings: Settings) -> Goodput:
     objective = Objective(ttft_ms=TTFT_MS, tpot_ms=TPOT_FACTOR * unloaded)
     full = summarise(ask(server, make_requests(count, prompt, output, seed=3), concurrency=BATCH), objective)
 
-    def at(rate: float) -> list[Record]:
+    def at(rate: float) -> list[RequestRecord]:
         arrivals = poisson(rate, max(1, round(rate * seconds)), np.random.default_rng(0))
         requests = make_requests(len(arrivals), prompt, output, seed=4)
         return ask(server, [dataclasses.replace(x, arrival=y.arrival) for x, y in zip(requests, arrivals, strict=True)])
@@ -79,7 +79,9 @@ def measure(server: Server, settings: Settings) -> Goodput:
     return Goodput(saturated, *under_overload(at(rate), objective, unloaded, rate))
 
 
-def under_overload(records: list[Record], objective: Objective, unloaded: float, rate: float) -> tuple[float, ...]:
+def under_overload(
+    records: list[RequestRecord], objective: Objective, unloaded: float, rate: float
+) -> tuple[float, ...]:
     """The fields of `Goodput` after the first."""
     summary = summarise(records, objective)
     assert summary.goodput is not None

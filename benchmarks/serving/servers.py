@@ -9,7 +9,7 @@ from random import Random
 from benchmarks.serving.processes import Server
 from benchmarks.serving.settings import Settings
 from benchmarks.workers import EngineError, find_peers
-from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, Record
+from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, RequestRecord
 from jaxinfer.evaluation.serving.load import run_closed, run_open
 
 OURS, VLLM, LLAMA = "jaxinfer", "vllm-cpu", "llama_cpp.server"
@@ -77,10 +77,10 @@ def make_requests(count: int, prompt: int, output: int, *, seed: int = 0) -> lis
     return made
 
 
-def ask(server: Server, requests: list[LoadRequest], *, concurrency: int | None = None) -> list[Record]:
+def ask(server: Server, requests: list[LoadRequest], *, concurrency: int | None = None) -> list[RequestRecord]:
     """Run a load: so many requests at a time, or each at its arrival (None)."""
 
-    async def run() -> list[Record]:
+    async def run() -> list[RequestRecord]:
         async with CompletionClient(f"http://127.0.0.1:{server.port}") as client:
             client.model = await client.find_model()
             if concurrency is None:

@@ -13,7 +13,7 @@ from benchmarks.serving.compare import add_checks
 from benchmarks.serving.load import Load, count_events
 from benchmarks.serving.overload import under_overload
 from benchmarks.serving.run_async import step_ms
-from jaxinfer.evaluation.serving.client import Record
+from jaxinfer.evaluation.serving.client import RequestRecord
 from jaxinfer.evaluation.serving.figures import Objective
 
 
@@ -87,10 +87,10 @@ def test_the_time_of_a_step_is_that_of_full_batches():
 
 def test_refused_requests_are_not_among_the_admitted():
     def ended(arrival, ttft):
-        return Record(arrival=arrival, events=[arrival + ttft], output_tokens=1, ended=arrival + ttft)
+        return RequestRecord(arrival=arrival, events=[arrival + ttft], output_tokens=1, ended=arrival + ttft)
 
-    refused = Record(arrival=1.0, error="HTTP 429", ended=1.05)
-    records = [ended(0.0, 1.0), ended(1.0, 3.0), refused, Record(arrival=1.0, error="timeout", ended=2.0)]
+    refused = RequestRecord(arrival=1.0, error="HTTP 429", ended=1.05)
+    records = [ended(0.0, 1.0), ended(1.0, 3.0), refused, RequestRecord(arrival=1.0, error="timeout", ended=2.0)]
     goodput, unloaded, rate, admitted, refused_ms, others = under_overload(records, Objective(ttft_ms=2e3), 5.0, 7.0)
     assert (goodput, unloaded, rate, admitted, others) == (1 / 4, 5.0, 7.0, 0.5, 1.0)
     assert refused_ms == pytest.approx(50.0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.bench.serve import make_load
 from jaxinfer.evaluation.serving.arrivals import TracedRequest, at_rate, poisson, read_arrivals
-from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, Record
+from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, RequestRecord
 from jaxinfer.evaluation.serving.figures import Objective, summarise
 from jaxinfer.evaluation.serving.load import run_closed
 from jaxinfer.evaluation.traces import write_trace
@@ -140,9 +140,9 @@ def test_tokens_are_those_of_the_usage_or_events():
 
 
 def test_figures_are_those_of_vllm():
-    good = Record(arrival=1.0, sent=1.25, events=[2.0, 2.5, 4.0], prompt_tokens=7, output_tokens=5, ended=4.0)
-    late = Record(arrival=1.0, sent=1.0, events=[9.0], prompt_tokens=7, output_tokens=1, ended=9.5)
-    failed = Record(arrival=0.0, error="HTTP 429", ended=0.1)
+    good = RequestRecord(arrival=1.0, sent=1.25, events=[2.0, 2.5, 4.0], prompt_tokens=7, output_tokens=5, ended=4.0)
+    late = RequestRecord(arrival=1.0, sent=1.0, events=[9.0], prompt_tokens=7, output_tokens=1, ended=9.5)
+    failed = RequestRecord(arrival=0.0, error="HTTP 429", ended=0.1)
     summary = summarise([good, late, failed], Objective(ttft_ms=1000.0, tpot_ms=500.0))
     assert (summary.requests, summary.errors, summary.seconds) == (2, {"HTTP 429": 1}, 9.5)
     assert summary.output_tokens_per_s == 6 / 9.5

@@ -21,7 +21,7 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxinfer.evaluation.serving.client import LoadRequest, Record
+    from jaxinfer.evaluation.serving.client import LoadRequest, RequestRecord
     from jaxinfer.evaluation.serving.figures import LoadSummary, Objective
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
@@ -82,7 +82,7 @@ def serve(
 
 async def _run(
     url: str, model: str | None, timeout: float, load: "list[LoadRequest]", concurrency: int | None
-) -> "tuple[str, list[Record]]":
+) -> "tuple[str, list[RequestRecord]]":
     """Run a load; return the model's name, and what happened to each request. Raises ValueError."""
     from jaxinfer.evaluation.serving.client import CompletionClient
     from jaxinfer.evaluation.serving.load import run_closed, run_open
@@ -99,7 +99,7 @@ async def _run(
 def report_load(
     ctx: typer.Context,
     model: str,
-    records: "list[Record]",
+    records: "list[RequestRecord]",
     objective: "Objective",
     json_file: Path | None,
     plot: Path | None,

@@ -28,7 +28,7 @@ class LoadRequest:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Record:
+class RequestRecord:
     """The course of a request. Times are seconds from the start of the load.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _FailedStreamError(Exception):
-    """A stream that ended with an error, or before its end. kind: as in `Record.error`."""
+    """A stream that ended with an error, or before its end. kind: as in `RequestRecord.error`."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -107,9 +107,9 @@ class CompletionClient:
         except (httpx2.HTTPError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{self._url}/v1/models does not name a model: {error}") from error
 
-    async def complete(self, request: LoadRequest, start: float) -> Record:
+    async def complete(self, request: LoadRequest, start: float) -> RequestRecord:
         """Run a request; its error is in the record. start: of the load, on `time.perf_counter`'s clock."""
-        record = Record(arrival=request.arrival, sent=time.perf_counter() - start)
+        record = RequestRecord(arrival=request.arrival, sent=time.perf_counter() - start)
         try:
             await self._read(request, record, start)
         except _FailedStreamError as error:
@@ -123,7 +123,7 @@ class CompletionClient:
         record.ended = time.perf_counter() - start
         return record
 
-    async def _read(self, request: LoadRequest, record: Record, start: float) -> None:
+    async def _read(self, request: LoadRequest, record: RequestRecord, start: float) -> None:
         body = {
             "model": self.model,
             "prompt": request.prompt,
@@ -147,7 +147,7 @@ class CompletionClient:
         if not finished:
             raise _FailedStreamError("cut short", "The stream ended without a finish_reason.")
 
-    def _take(self, content: bytes, record: Record, now: float) -> bool:
+    def _take(self, content: bytes, record: RequestRecord, now: float) -> bool:
         """Add an event to a record; return whether the completion has finished."""
         chunk = self._decoder.decode(content)
         if chunk.error is not None:
@@ -160,6 +160,6 @@ class CompletionClient:
         return any(choice.finish_reason for choice in chunk.choices)
 
 
-def count_errors(records: list[Record]) -> dict[str, int]:
+def count_errors(records: list[RequestRecord]) -> dict[str, int]:
     """Count the errors of each kind, the most frequent first."""
     return dict(Counter(record.error for record in records if record.error).most_common())

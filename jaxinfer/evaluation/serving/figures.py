@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxinfer.evaluation.serving.client import Record, count_errors
+from jaxinfer.evaluation.serving.client import RequestRecord, count_errors
 
 PERCENTILES = (50, 90, 99)
 
@@ -25,7 +25,7 @@ class Objective:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
-    def is_kept(self, record: Record) -> bool:
+    def is_kept(self, record: RequestRecord) -> bool:
         """Check whether a request came to its end and kept both."""
         if record.error:
             return False
@@ -33,17 +33,17 @@ class Objective:
         return ttft_kept and (self.tpot_ms is None or (tpot_ms(record) or 0.0) <= self.tpot_ms)
 
 
-def ttft_ms(record: Record) -> float:
+def ttft_ms(record: RequestRecord) -> float:
     """The time to first token: milliseconds from arrival to the first event with text."""
     return 1e3 * ((record.events[0] if record.events else record.ended) - record.arrival)
 
 
-def e2e_ms(record: Record) -> float:
+def e2e_ms(record: RequestRecord) -> float:
     """The end-to-end latency: milliseconds from arrival to the last event with text."""
     return 1e3 * ((record.events[-1] if record.events else record.ended) - record.arrival)
 
 
-def tpot_ms(record: Record) -> float | None:
+def tpot_ms(record: RequestRecord) -> float | None:
     """The time per output token: what follows the first token, over the tokens after it; None for one token."""
     if record.output_tokens < 2:
         return None
@@ -67,7 +67,7 @@ class Samples:
     e2e_ms: list[float]
 
     @classmethod
-    def from_records(cls, records: Sequence[Record]) -> "Samples":
+    def from_records(cls, records: Sequence[RequestRecord]) -> "Samples":
         """Take the latencies of the requests without errors."""
         good = [record for record in records if not record.error]
         return cls(
@@ -108,7 +108,7 @@ class LoadSummary:
     client_lag_ms: float
 
 
-def summarise(records: Sequence[Record], objective: Objective) -> LoadSummary:
+def summarise(records: Sequence[RequestRecord], objective: Objective) -> LoadSummary:
     """Compute the figures of a load of at least one request."""
     good = [record for record in records if not record.error]
     seconds, tokens = max(record.ended for record in records), sum(record.output_tokens for record in good)

@@ -5,19 +5,19 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, Record
+from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, RequestRecord
 
 
 async def run_open(
     client: CompletionClient, requests: Sequence[LoadRequest], ended: Callable[[], None] = lambda: None
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Send each request at its arrival, however many run: a slow server does not slow arrivals down.
 
     ended: called at the end of each request.
     """
     start = time.perf_counter()
 
-    async def run(request: LoadRequest) -> Record:
+    async def run(request: LoadRequest) -> RequestRecord:
         await asyncio.sleep(max(0.0, start + request.arrival - time.perf_counter()))
         record = await client.complete(request, start)
         ended()
@@ -31,10 +31,10 @@ async def run_closed(
     requests: Sequence[LoadRequest],
     concurrency: int,
     ended: Callable[[], None] = lambda: None,
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Run so many requests at a time, the next one when one has ended: it arrives then. ended: as in `run_open`."""
     start, waiting = time.perf_counter(), iter(requests)
-    records: list[Record] = []
+    records: list[RequestRecord] = []
 
     async def run() -> None:
         for request in waiting:
