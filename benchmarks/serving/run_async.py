@@ -61,8 +61,11 @@ def main(model: Path, max_batch: int, mock: str, step: float, port: int) -> None
             import uvicorn
 
             from jaxinfer import http
+            from jaxinfer.http.process import freeze, short_turns
 
-            uvicorn.run(http.app(llm), port=port, log_level="warning")
+            freeze()
+            with short_turns():
+                uvicorn.run(http.app(llm), port=port, log_level="warning")
         else:
             asyncio.run(run_bare(llm))
     finally:

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Self
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.http.errors import describe, encode_error
+from jaxinfer.http.records import SEND
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
@@ -37,42 +38,50 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream[Item](Response):
     """Server-sent events, sent one by one as they come. An error among them is sent as an event.
 
     Args:
-      first: the first event.
-      events: the other ones; closed at the end, or when the client leaves.
-      ended: called after the last one.
+      items: what events are made of; closed at the end, or when the client leaves.
+      event: makes an event of an item; None: nothing to send.
+      last: makes the last events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], ended: Callable[[], None]):
-        self._first, self._events, self._ended = first, events, ended
+    def __init__(self, items: AsyncGenerator[Item], event: Callable[[Item], bytes | None], last: Callable[[], bytes]):
+        self._items, self._event, self._last = items, event, last
+        self._first = b""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
 
-    @classmethod
-    async def begin(cls, request: Request, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> "EventStream":
+    async def begin(self, receive: Receive) -> Self:
         """Wait for the first event: an error before it is raised, so that the response has its status."""
-        return cls(await until_disconnect(request.receive, anext(events)), events, ended)
+        await until_disconnect(receive, self._begin())
+        return self
+
+    async def _begin(self) -> None:
+        async for item in self._items:
+            if event := self._event(item):
+                self._first = event
+                break
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all, unless the client leaves."""
         with contextlib.suppress(DisconnectedError):
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._send(scope, send))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events):
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        part, make = scope[SEND], self._event
+        async with contextlib.aclosing(self._items):
+            await part({"type": "http.response.body", "body": self._first, "more_body": True})
             try:
-                async for event in self._events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                async for item in self._items:
+                    if event := make(item):
+                        await part({"type": "http.response.body", "body": event, "more_body": True})
+                last = self._last()
             except Exception as error:
-                event = b"data: " + encode_error(describe(error)[1]) + b"\n\n" + DONE
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            else:
-                self._ended()
+                last = b"data: " + encode_error(describe(error)[1]) + b"\n\n" + DONE
+        await part({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -70,24 +71,22 @@ class Reply(abc.ABC):
         answer.usage = self.usage = usage_of(self.newest.values())
         return msgspec.json.encode(answer)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the chunks of a stream. What is raised before the first one is no event."""
+    def events(self, ended: Callable[[], None]) -> EventStream[Any]:
+        """The chunks of a stream. ended: called before the last one is sent."""
         chunk = self._answer(self.chunk, [])
-        if len(self.streams) == 1:  # each token costs less than with `_merged`
-            async with contextlib.aclosing(self.streams[0]) as stream:
-                async for snapshot in stream.snapshots:
-                    if event := self._event(chunk, 0, snapshot):
-                        yield event
-        else:
-            async with contextlib.aclosing(_merged(self.streams)) as snapshots:
-                async for place, snapshot in snapshots:
-                    if event := self._event(chunk, place, snapshot):
-                        yield event
-        self.usage = usage_of(self.newest.values())
-        if self._options.include_usage:
+
+        def last() -> bytes:
+            self.usage = usage_of(self.newest.values())
+            ended()
+            if not self._options.include_usage:
+                return DONE
             chunk.choices, chunk.usage = [], self.usage
-            yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-        yield DONE
+            return b"data: " + msgspec.json.encode(chunk) + b"\n\n" + DONE
+
+        event = functools.partial(self._event, chunk)
+        if len(self.streams) == 1:  # each token costs less than with `_merged`
+            return EventStream(self.streams[0].snapshots, functools.partial(event, 0), last)
+        return EventStream(_merged(self.streams), lambda each: event(*each), last)
 
     def _event(self, chunk: Completion, place: int, snapshot: RequestSnapshot) -> bytes | None:
         """A chunk with the new parts of a prompt's completions; None if nothing is new."""
@@ -221,7 +220,7 @@ def chat_reply(llm: AsyncLLM, body: ChatBody, model: str, adapter: str | None, l
 async def respond(request: Request, reply: Reply, ended: Callable[[], None]) -> Response:
     """Reply a request, whole or as a stream; it is given up when the client leaves. ended: called at its end."""
     if reply.body.stream:
-        return await EventStream.begin(request, reply.events(), ended)
+        return await reply.events(ended).begin(request.receive)
     content = await until_disconnect(request.receive, reply.whole())
     ended()
     return Response(content, media_type="application/json")

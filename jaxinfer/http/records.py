@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 RECORD = "jaxinfer.record"
 """The key of a request's record in its scope."""
+SEND = "jaxinfer.send"
+"""The key of the sender of a response's parts between its start and its end, at which no middleware needs to look."""
 
 _ID = re.compile(rb"[!-~]{1,128}")  # it goes into headers and logs
 
@@ -77,6 +79,7 @@ class Records:
             await self._app(scope, receive, send)
             return
         record = scope[RECORD] = _begin(scope)
+        scope[SEND] = send
         began = time.perf_counter()
 
         async def send_and_note(message: Message) -> None:
