@@ -45,6 +45,7 @@ def compare(report: Report, settings: Settings) -> None:
                 rounds[name].append(measure(starts[name](), settings))
             except EngineError as error:
                 absent[name] = str(error)
+                rich.print(f"{name} is left out: {error}")
                 continue
             rich.print(f"{name}: {rounds[name][-1]}")
     report.versions |= {name: version for name in rounds if (version := peer_version(settings, name))}
