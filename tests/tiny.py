@@ -102,12 +102,25 @@ def random_model(config: DecoderConfig) -> Decoder:
     return fill(lambda: Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(0))
 
 
-def save_tiny(path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG) -> Path:
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+AGENT_TEMPLATE = (
+    "{% if tools %}system:{{ tools | tojson }};{% endif %}"
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    ";{% endfor %}assistant:{% if enable_thinking %}<think>{% endif %}"
+)
+"""Of a model that calls tools and reasons."""
+
+
+def save_tiny(
+    path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG, chat_template: str = CHAT_TEMPLATE
+) -> Path:
     """Write the model directory; <end> is its end of text."""
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
     files = {
         "tokenizer.json": byte_tokenizer().to_str().encode(),
-        "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": chat_template}).encode(),
     }
     save_model(path, random_model(config), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
     return path

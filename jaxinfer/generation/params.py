@@ -53,6 +53,9 @@ _Choices = Annotated[
     tuple[Annotated[str, Meta(min_length=1)], ...],
     Meta(min_length=1, description="one or more non-empty strings"),
 ]
+_ReasoningTags = Annotated[
+    tuple[str, Annotated[str, Meta(min_length=1)]], Meta(description="two markers, of which the first may be empty")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class StructuredOutputsParams:
       whitespace_pattern: with `json`, the text allowed between two of its tokens, in the syntax of `regex`, such as
         `[ \n]{1,8}`; None: nothing, since a small model that may write blanks often writes nothing else. The schema's
         own `x-guidance` takes precedence.
+      reasoning_tags: the markers around reasoning, which may come first and is free: `("<think>", "</think>")`. An
+        empty first one means that the prompt ends within reasoning. None: the text has no reasoning.
 
     Whether llguidance can compile it is known only when `GrammarCompiler.matcher` does.
 
@@ -81,6 +86,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     choice: _Choices | None = None
     whitespace_pattern: str | None = None
+    reasoning_tags: _ReasoningTags | None = None
 
     KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "grammar", "choice")
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,8 +22,9 @@ class TokenDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    """How many suggested tokens were right, and how many were not."""
+    """How many tokens were reasoning; how many suggested tokens were right, and how many were not."""
 
+    reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
@@ -38,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: OutputDetails
 
 
-def usage_of(snapshots: Iterable[RequestSnapshot]) -> Usage:
+def usage_of(snapshots: Iterable[RequestSnapshot], reasoning_tokens: int = 0) -> Usage:
     """The usage of a request, of the newest snapshot of each prompt."""
     prompt = cached = 0
     completions = list[CompletionSnapshot]()
@@ -56,17 +57,37 @@ def usage_of(snapshots: Iterable[RequestSnapshot]) -> Usage:
         total_tokens=prompt + tokens,
         prompt_tokens_details=TokenDetails(cached_tokens=cached),
         completion_tokens_details=OutputDetails(
+            reasoning_tokens=reasoning_tokens,
             accepted_prediction_tokens=accepted,
             rejected_prediction_tokens=sum(completion.num_draft_tokens for completion in completions) - accepted,
         ),
     )
 
 
+class CalledFunction(msgspec.Struct):
+    """The function of a call. arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call of a function. index: its place among those of the message; only in a delta."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A message of a chat, or what of it is new."""
+    """A message of a chat, or what of it is new. Reasoning has two names: clients know one or the other."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
 

@@ -9,6 +9,7 @@ import msgspec
 from jaxinfer.fields import shown
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.http.errors import BadRequestError
+from jaxinfer.http.tools import Tool, ToolChoice
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that names none, as in the OpenAI API."""
@@ -144,6 +145,10 @@ class ChatBody(GenerationBody, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    tools: list[Tool] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -153,6 +158,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
 
     def params(self) -> dict[str, Any]:
         """The options of `SamplingParams`."""

@@ -14,6 +14,7 @@ from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName, model_in_file
 from jaxinfer.sharding import MeshConfig
+from jaxinfer.text.parsing.families import check_parsers
 from jaxinfer.toml_files import check_table, reading_toml
 
 MAX_ADAPTERS = 8
@@ -45,6 +46,8 @@ class ModelTable(EngineOptions, total=False):
     mesh: dict[str, Any]
     prefetch: int
     quantize: str
+    reasoning_parser: str
+    tool_call_parser: str
     trust_request_chat_template: bool
     weights: str
 
@@ -57,13 +60,18 @@ class ModelConfig:
       path: a model directory, or what stands for one, as in `AsyncLLM`.
       options: options of `AsyncLLM`.
       adapter_folders: the folders from which clients may load LoRA adapters; none: they may load none.
+      tool_call_parser: how the model writes calls, one of TOOL_CALL_PARSERS; None: as its chat template has it.
+      reasoning_parser: how it writes reasoning, one of REASONING_PARSERS; None: as its chat template has it.
     """
 
     path: Path | HubName
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     adapter_folders: tuple[Path, ...] = ()
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         for folder in self.adapter_folders:
             if not folder.is_dir():
                 raise ValueError(f"adapter folder {folder}: no such directory.")
@@ -168,7 +176,8 @@ def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
     if "mesh" in options:
         options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"models.{name}.mesh")
     folders = tuple(folder / place for place in options.pop("adapter_folders", ()))
-    return ModelConfig(path=path, options=options, adapter_folders=folders)
+    parsers = {option: options.pop(option, None) for option in ("tool_call_parser", "reasoning_parser")}
+    return ModelConfig(path=path, options=options, adapter_folders=folders, **parsers)
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -10,26 +10,41 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
 from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.http.answers import Completion, CompletionChoice, LogprobForms, Message, Usage, usage_of
-from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts, text_alone
+from jaxinfer.http.answers import (
+    CalledFunction,
+    Completion,
+    CompletionChoice,
+    LogprobForms,
+    Message,
+    MessageCall,
+    Usage,
+    usage_of,
+)
+from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_prompts
+from jaxinfer.http.chats import Chat, ChatAnswer, CompletionParts, begin_chat
 from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
+from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.tools import Tools
+from jaxinfer.text import Tokenizer
+from jaxinfer.text.parsing import Part, ToolCall
 
 
 class Reply(abc.ABC):
     """The way of one request from its streams to the client.
 
     Args:
-      llm: the model.
       body: the request.
       model: the model's name, as the client gave it.
       streams: the outputs of each prompt.
+      tokenizer: the model's.
 
     Attributes:
       newest: the newest snapshot of each prompt, by its place.
@@ -40,11 +55,11 @@ class Reply(abc.ABC):
     object: str
     chunk: str
 
-    def __init__(self, llm: AsyncLLM, body: GenerationBody, model: str, streams: Sequence[OutputStream]):
+    def __init__(self, body: GenerationBody, model: str, streams: Sequence[OutputStream], tokenizer: Tokenizer | None):
         self.body, self.model, self.streams = body, model, streams
         self._options, self.newest = body.check_stream_options(), dict[int, RequestSnapshot]()
         self.usage: Usage | None = None
-        self.logprobs = LogprobForms(llm.tokenizer)
+        self.logprobs = LogprobForms(tokenizer)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     @abc.abstractmethod
@@ -57,6 +72,10 @@ class Reply(abc.ABC):
     ) -> CompletionChoice | None:
         """The new part of a completion since it was seen; None if nothing is new."""
 
+    def usage_of_all(self) -> Usage:
+        """The usage of the whole request."""
+        return usage_of(self.newest.values())
+
     def _answer(self, kind: str, choices: list[CompletionChoice]) -> Completion:
         return Completion(id=self.id, object=kind, created=self.created, model=self.model, choices=choices)
 
@@ -68,7 +87,7 @@ class Reply(abc.ABC):
         self.newest = {place: end.result() for place, end in enumerate(ends)}
         completions = [completion for snapshot in self.newest.values() for completion in snapshot.completions]
         answer = self._answer(self.object, [self.whole_choice(*each) for each in enumerate(completions)])
-        answer.usage = self.usage = usage_of(self.newest.values())
+        answer.usage = self.usage = self.usage_of_all()
         return msgspec.json.encode(answer)
 
     def events(self, ended: Callable[[], None]) -> EventStream[Any]:
@@ -76,7 +95,7 @@ class Reply(abc.ABC):
         chunk = self._answer(self.chunk, [])
 
         def last() -> bytes:
-            self.usage = usage_of(self.newest.values())
+            self.usage = self.usage_of_all()
             ended()
             if not self._options.include_usage:
                 return DONE
@@ -149,30 +168,73 @@ class ChatReply(Reply):
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
+    def __init__(self, body: ChatBody, model: str, answer: ChatAnswer):
+        super().__init__(body, model, [answer.stream], answer.tokenizer)
+        self._chat_answer = answer
+        self._parts = dict[int, CompletionParts]()
+
+    def usage_of_all(self) -> Usage:
+        """The usage of the whole request, with the tokens of its reasoning."""
+        return usage_of(self.newest.values(), sum(map(self._chat_answer.reasoning_tokens, self.newest.values())))
+
     def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """The message of a completion."""
+        parts = self._parts[index] = self._chat_answer.parts()
+        message = self._message(index, parts.advance(completion), whole=True)
+        message.role, message.refusal = "assistant", None
+        if message.content is UNSET:
+            message.content = None if parts.num_calls else ""
         choice = self._choice(index, completion, None)
-        choice.message = Message(role="assistant", content=completion.text(), refusal=None)
+        choice.message = message
         return choice
 
     def delta(
         self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None
     ) -> CompletionChoice | None:
-        """The new text; the first one names the role."""
-        choice, text = self._choice(index, completion, seen), completion.text(seen)
+        """The new parts; the first one names the role."""
         if seen is None:
-            choice.delta = Message(role="assistant", content=text)
-        elif text or choice.finish_reason or choice.logprobs:
-            choice.delta = Message(content=text) if text else Message()
-        else:
+            self._parts[index] = self._chat_answer.parts()
+        new = self._parts[index].advance(completion, seen)
+        choice = self._choice(index, completion, seen)
+        if seen is not None and not (new or choice.finish_reason or choice.logprobs):
             return None
+        choice.delta = self._message(index, new)
+        if seen is None:
+            choice.delta.role = "assistant"
+            if choice.delta.content is UNSET:
+                choice.delta.content = ""
         return choice
+
+    def _message(self, index: int, parts: list[Part], *, whole: bool = False) -> Message:
+        """A message of parts."""
+        message, calls = Message(), []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                calls.append(part)
+            elif part.kind == "content":
+                message.content = part.text if not message.content else message.content + part.text
+            elif self.body.include_reasoning is not False:
+                text = part.text if not message.reasoning else message.reasoning + part.text
+                message.reasoning = message.reasoning_content = text
+        if calls:
+            first = self._parts[index].num_calls - len(calls)
+            message.tool_calls = [
+                MessageCall(
+                    index=UNSET if whole else first + place,
+                    id=self._chat_answer.new_call_id(),
+                    type="function",
+                    function=CalledFunction(*call),
+                )
+                for place, call in enumerate(calls)
+            ]
+        return message
 
     def _choice(self, index: int, completion: CompletionSnapshot, seen: CompletionSnapshot | None) -> CompletionChoice:
         logprobs = None
         if self.body.logprobs:
             logprobs = self.logprobs.of_chat(completion.output(seen).logprobs or [])
-        return CompletionChoice(index, completion.finish_reason, completion.stop_reason, logprobs)
+        reason = self._parts[index].finish_reason(completion)
+        return CompletionChoice(index, reason, completion.stop_reason, logprobs)
 
 
 async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestSnapshot]]:
@@ -207,14 +269,19 @@ def completion_reply(llm: AsyncLLM, body: CompletionBody, model: str, adapter: s
     prompts = as_prompts("prompt", body.prompt, limits.max_prompts)
     params = SamplingParams.from_model(llm, **body.params(), adapter=adapter)
     streams = [llm.generate(prompt, params, deadline=limits.timeout) for prompt in prompts]
-    return CompletionReply(llm, body, model, streams)
+    return CompletionReply(body, model, streams, llm.tokenizer)
 
 
-def chat_reply(llm: AsyncLLM, body: ChatBody, model: str, adapter: str | None, limits: Limits) -> Reply:
-    """Begin a chat's request. Raises BadRequestError, ValueError."""
-    params = SamplingParams.from_model(llm, chat=True, **body.params(), adapter=adapter)
-    stream = llm.chat(text_alone(body.messages), params, deadline=limits.timeout, **body.template_options())
-    return ChatReply(llm, body, model, [stream])
+async def chat_reply(model: ServedModel, body: ChatBody, name: str, adapter: str | None, limits: Limits) -> Reply:
+    """Begin a chat's request. Raises BadRequestError, ValueError; OverloadedError."""
+    chat = Chat(
+        messages=body.messages,
+        tools=Tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
+        sampling=body.params(),
+        template=body.template_options(),
+        reasoning_effort=body.reasoning_effort,
+    )
+    return ChatReply(body, name, await begin_chat(model, chat, adapter, limits))
 
 
 async def respond(request: Request, reply: Reply, ended: Callable[[], None]) -> Response:

@@ -46,7 +46,13 @@ def serve(
     KeyboardInterrupt for a second SIGINT, or one while models are being loaded.
     """
     models = [
-        ServedModel(name, functools.partial(_load, config.source, name, model), model.adapter_folders)
+        ServedModel(
+            name,
+            functools.partial(_load, config.source, name, model),
+            model.adapter_folders,
+            tool_call_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
+        )
         for name, model in config.models.items()
     ]
     with _sinks(config, access_log) as sinks, short_turns():

@@ -10,6 +10,7 @@ from jaxinfer.fields import shown
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import check_names
 from jaxinfer.http.errors import BadRequestError, LoadingError
+from jaxinfer.text.parsing import AnswerFormat
 
 
 class ServedModel:
@@ -19,13 +20,25 @@ class ServedModel:
       name: the name.
       load: returns the model. It is called once, by `load`.
       adapter_folders: the folders from which clients may load LoRA adapters.
+      tool_call_parser: how it writes calls; None: as its chat template has it.
+      reasoning_parser: how it writes reasoning; None: as its chat template has it.
 
     Attributes:
       adapters: the LoRA adapters, by the names that clients know; the values are their names in the engine.
       loads_adapter: held while an adapter is read.
     """
 
-    def __init__(self, name: str, load: Callable[[], AsyncLLM], adapter_folders: tuple[Path, ...] = ()):
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], AsyncLLM],
+        adapter_folders: tuple[Path, ...] = (),
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ):
+        self._parsers = {"calls": tool_call_parser, "reasoning": reasoning_parser}
+        self._formats = dict[tuple[str | None, bool], AnswerFormat]()
         self.name, self.adapters, self.adapter_folders = name, dict[str, str](), adapter_folders
         self.loads_adapter = asyncio.Lock()
         self._load, self._llm, self._closed = load, None, False
@@ -48,6 +61,21 @@ class ServedModel:
         if self._llm is None:
             raise LoadingError(f"the model {self.name!r} is being loaded; try again later.")
         return self._llm
+
+    def answer_format(self, chat_template: str | None, *, has_tools: bool) -> AnswerFormat:
+        """How the model writes calls and reasoning, after one of its chat templates, or the text of another.
+
+        Raises ValueError if it has no such template.
+        """
+        assert self.llm.tokenizer is not None, "it chats"
+        templates = self.llm.tokenizer.chat_templates
+        key = (chat_template, has_tools)
+        if (form := self._formats.get(key)) is None:
+            text = templates.text_of(chat_template, has_tools=has_tools)
+            form = AnswerFormat.of_template(text, **self._parsers)
+            if not templates.is_text(chat_template):  # of which clients may send any number
+                self._formats[key] = form
+        return form
 
     @property
     def is_loaded(self) -> bool:

@@ -62,7 +62,7 @@ class Server:
         """`POST /v1/chat/completions`."""
         body = decode(await self.limits.read_body(request), ChatBody)
         model, name, adapter = self.choose(request, body.model)
-        return await self._respond(request, chat_reply(model.llm, body, name, adapter, self.limits))
+        return await self._respond(request, await chat_reply(model, body, name, adapter, self.limits))
 
     async def _respond(self, request: Request, reply: Reply) -> Response:
         def count() -> None:

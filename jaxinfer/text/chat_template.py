@@ -112,7 +112,7 @@ class ChatTemplates:
             "add_generation_prompt": add_generation_prompt,
         }
         arguments |= self._special_tokens | check_arguments(chat_template_kwargs)
-        template = self._find(check("chat_template", chat_template, str | None), tools is not None)
+        template = self.text_of(check("chat_template", chat_template, str | None), has_tools=tools is not None)
         if continue_final_message:
             return _without_end(messages, lambda: renderer(template, arguments))
         return renderer(template, arguments)
@@ -121,8 +121,11 @@ class ChatTemplates:
         """Return whether the option is the text of a template, and not the name of one of the model's."""
         return isinstance(chat_template, str) and chat_template not in self._templates and "{" in chat_template
 
-    def _find(self, name: str | None, has_tools: bool) -> str:
-        """Find the template of this name; without a name, the default for with or without tools."""
+    def text_of(self, name: str | None = None, *, has_tools: bool = False) -> str:
+        """The template of this name; without a name, the default for conversations with or without tools.
+
+        Raises ValueError if there is none.
+        """
         known = ", ".join(self.names) or "none"
         if name is not None:
             if name not in self._templates and not self.is_text(name):

@@ -1,5 +1,6 @@
 """The TOML file of a server: the options of `AsyncLLM` by their names, and anything else refused."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -92,9 +93,8 @@ def test_defaults_are_those_of_the_command_line():
 def test_a_table_has_every_option_that_can_be_written():
     own = {p.name for p in inspect.signature(AsyncLLM).parameters.values() if p.kind is p.KEYWORD_ONLY}
     functions = {"logits_processors", "progress", "rules"}
-    assert ModelTable.__annotations__.keys() == (
-        (LoadOptions.__annotations__.keys() | own | {"path", "adapter_folders"}) - functions
-    )
+    of_server = {field.name for field in dataclasses.fields(ModelConfig)} - {"options"}
+    assert ModelTable.__annotations__.keys() == (LoadOptions.__annotations__.keys() | own | of_server) - functions
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,12 @@ class AsyncLLM(Served, EngineHolder):
                 self._preparation.check_grammar(sampling_params.structured_outputs)
         return engine.prepare(prompt, sampling_params, request_id=request_id)
 
+    def check_room(self, priority: int = 0) -> None:
+        """Raise OverloadedError if a request of this priority would be refused, before anything is done for it."""
+        self._loop.check_process()
+        with self._loop.lock:
+            self._queue.check(priority, self._loop.in_line, self.engine.scheduler.load)
+
     @contextlib.contextmanager
     def _end_errors(self) -> Iterator[None]:
         """Raise the error of the end for what closed sandboxes and threads raise."""
@@ -266,12 +272,6 @@ class AsyncLLM(Served, EngineHolder):
         reader = Reader()
         return OutputStream(self._snapshots(sequences, reader, _checked(deadline), priority), reader)
 
-    def _check_room(self, priority: int) -> None:
-        """Raise OverloadedError if a request of this priority would wait too long."""
-        self._loop.check_process()
-        with self._loop.lock:
-            self._queue.check(priority, self._loop.in_line, self.engine.scheduler.load)
-
     def _until(self, deadline: float | None) -> float | None:
         """Return when a deadline that begins now passes, on the loop's clock. Raises ValueError."""
         deadline = _checked(deadline)
@@ -285,7 +285,7 @@ class AsyncLLM(Served, EngineHolder):
         priority: int,
     ) -> AsyncGenerator[RequestSnapshot]:
         until, seen = self._until(deadline), None
-        self._check_room(priority)  # before it is prepared: refusals must be cheap
+        self.check_room(priority)  # before it is prepared: refusals must be cheap
         pending = RequestTicket(await sequences(), owner=self, reader=reader, deadline=until)
         with self._running(pending):
             while pending.outcome is None:

@@ -121,6 +121,7 @@ class GrammarCompiler:
             raise ValueError(f"End-of-text ids {outside} are outside the vocabulary [0, {vocab}).")
         extended = tokenizers.Tokenizer.from_str(tokenizer)
         ids = set(extended.get_vocab(with_added_tokens=True).values())
+        self._special_ids = {t.content: i for i, t in extended.get_added_tokens_decoder().items() if t.special}
         # llguidance takes token 0 as the end of text if none is given, and allows the end after an error too. With an
         # end of its own, outside the model's tokens, `GrammarMatcher` alone decides where a text ends.
         end = _add_token(extended)
@@ -147,6 +148,9 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
         try:
             grammar = grammars.grammar_of(**grammar_arguments(params))
+            if (tags := params.reasoning_tags) is not None:
+                special = {tag: id_ for tag in tags if (id_ := self._special_ids.get(tag)) is not None}
+                grammar = grammars.after_reasoning(grammar, *tags, special)
             state = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammars.LIMITS)
             if state.is_error():
                 raise ValueError(grammars.plain(state.get_error()))

@@ -1,0 +1,174 @@
+"""A conversation with a model, which all APIs of chats share: what is asked, and the parts of the answer."""
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxinfer.generation.api.async_llm import OutputStream
+from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.http.bodies import text_alone
+from jaxinfer.http.errors import BadRequestError
+from jaxinfer.http.limits import Limits
+from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.tools import Tools, tell_of, with_objects
+from jaxinfer.text import TextStream, Tokenizer
+from jaxinfer.text.parsing import AnswerFormat, AnswerParser, Part, TextPart, ToolCall
+
+TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that show whether it ends within reasoning."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """What a client asks for, in whatever API.
+
+    Attributes:
+      messages: the conversation, as the OpenAI API writes it.
+      tools: the functions that the model may call.
+      sampling: options of `SamplingParams`.
+      template: options of `ChatOptions`, but tools.
+      reasoning_effort: how much the model is to reason, for templates that can say so.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Tools
+    sampling: dict[str, Any]
+    template: dict[str, Any]
+    reasoning_effort: str | None = None
+
+
+class ChatAnswer(NamedTuple):
+    """The answer to a chat.
+
+    Attributes:
+      stream: its text.
+      make_parser: makes the parser of a completion; None: all is content.
+      parallel: whether a completion may have more than one call.
+      tokenizer: the model's.
+      form: how the model writes calls.
+    """
+
+    stream: OutputStream
+    make_parser: Callable[[], AnswerParser] | None
+    parallel: bool
+    tokenizer: Tokenizer
+    form: AnswerFormat
+
+    def new_call_id(self) -> str:
+        """An id for a call. Mistral's templates take only ids of nine letters and digits."""
+        return secrets.token_hex(5)[:9] if self.form.calls == "mistral" else f"call_{secrets.token_hex(12)}"
+
+    def parts(self) -> "CompletionParts":
+        """Tell the parts of a completion apart."""
+        return CompletionParts(self.make_parser and self.make_parser(), parallel=self.parallel)
+
+    def reasoning_tokens(self, snapshot: RequestSnapshot) -> int:
+        """How many tokens of all completions are reasoning."""
+        if self.make_parser is None:
+            return 0
+        return sum(_reasoning_tokens(each, self.make_parser(), self.tokenizer) for each in snapshot.completions)
+
+
+class CompletionParts:
+    """The parts of a completion while it grows.
+
+    Attributes:
+      num_calls: how many calls it has so far.
+    """
+
+    def __init__(self, parser: AnswerParser | None, *, parallel: bool):
+        self._parser, self._parallel, self.num_calls = parser, parallel, 0
+
+    def advance(self, completion: CompletionSnapshot, seen: CompletionSnapshot | None = None) -> list[Part]:
+        """Return the parts that are new since it was seen."""
+        text = completion.text(seen)
+        if self._parser is None:
+            return [TextPart("content", text)] if text else []
+        parts = self._parser.push(text) if text else []
+        if completion.finish_reason is not None:
+            parts += self._parser.finish()
+        return [part for part in parts if not isinstance(part, ToolCall) or self._counted()]
+
+    def _counted(self) -> bool:
+        """Count a call; return whether the client gets it."""
+        if self.num_calls and not self._parallel:
+            return False
+        self.num_calls += 1
+        return True
+
+    def finish_reason(self, completion: CompletionSnapshot) -> str | None:
+        """The completion's finish reason, as the OpenAI API names it."""
+        reason = completion.finish_reason
+        return "tool_calls" if self.num_calls and reason == "stop" else reason
+
+
+async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits: Limits) -> ChatAnswer:
+    """Begin to answer a chat. Raises BadRequestError, ValueError; OverloadedError."""
+    llm, tools = model.llm, chat.tools
+    llm.check_room(chat.sampling.get("priority") or 0)  # before it is prepared: refusals must be cheap
+    if llm.tokenizer is None:
+        raise BadRequestError("the model directory has no tokenizer, so it cannot chat.")
+    form = model.answer_format(chat.template.get("chat_template"), has_tools=bool(tools.offered))
+    messages, options = with_objects(text_alone(chat.messages)), dict(chat.template)
+    if tools.offered and form.knows_tools:
+        options["tools"] = tools.offered
+    elif tools.offered:
+        messages = tell_of(tools, messages)
+    options["chat_template_kwargs"] = _effort(form, chat.reasoning_effort) | (options.get("chat_template_kwargs") or {})
+    prompt = await llm.encode_chat(messages, **options)
+    opened = form.opens_reasoning(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False))
+    sampling = _constrained(chat, form, opened)
+    parses = form.reasoning is not None or tools.schemas is not None
+    if parses and any(llm.tokenizer.special_id(marker) is not None for marker in form.markers):
+        sampling.setdefault("skip_special_tokens", False)
+    params = SamplingParams.from_model(llm, chat=True, **sampling, adapter=adapter)
+    stream = llm.generate(prompt, params, deadline=limits.timeout)
+
+    def make_parser() -> AnswerParser:
+        return form.parser(tools.schemas, opened=opened, forced=tools.forced)
+
+    return ChatAnswer(stream, make_parser if parses else None, tools.parallel, llm.tokenizer, form)
+
+
+def _constrained(chat: Chat, form: AnswerFormat, opened: bool) -> dict[str, Any]:
+    """The options of `SamplingParams`, with the grammar of the answer, before which reasoning is free."""
+    sampling, forced = dict(chat.sampling), chat.tools.constraint()
+    if forced is not None and "structured_outputs" in sampling:
+        raise BadRequestError("tool_choice and response_format both give the answer's form.", param="tool_choice")
+    constraint = forced or sampling.get("structured_outputs")
+    if constraint is not None:
+        if form.tags is not None and constraint.reasoning_tags is None:
+            begin, end = form.tags
+            constraint = dataclasses.replace(constraint, reasoning_tags=("" if opened else begin, end))
+        sampling["structured_outputs"] = constraint
+    return sampling
+
+
+def _effort(form: AnswerFormat, effort: str | None) -> dict[str, Any]:
+    """The arguments of the template that say how much to reason. Raises BadRequestError."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in form.switches:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in form.switches:
+        return {"enable_thinking": effort != "none"}
+    if effort == "none" and form.reasoning is not None:
+        raise BadRequestError(
+            "reasoning_effort=none: the model's chat template cannot turn reasoning off.", param="reasoning_effort"
+        )
+    return {}
+
+
+def _reasoning_tokens(completion: CompletionSnapshot, parser: AnswerParser, tokenizer: Tokenizer) -> int:
+    """Count the tokens of a completion with which reasoning begins, goes on or ends."""
+    sequence, count = completion.sequence, 0
+    start = len(sequence.request.prompt_token_ids)
+    skip = sequence.request.sampling.skip_special_tokens
+    stream = TextStream(tokenizer, sequence.request.prompt_token_ids, skip_special_tokens=skip)
+    for token in sequence.token_ids[start : completion.num_tokens]:
+        before = parser.in_reasoning
+        parser.push(stream.push(token))
+        count += before or parser.in_reasoning
+    return count

@@ -1,0 +1,98 @@
+"""The formats of answers, by the markers that a model's chat template has."""
+
+from typing import NamedTuple, Self
+
+from jaxinfer.fields import shown
+from jaxinfer.text.parsing.calls import SYNTAXES
+from jaxinfer.text.parsing.harmony import MESSAGE, HarmonyParser
+from jaxinfer.text.parsing.parser import AnswerParser, CallSyntax, MarkerParser, ReasoningTags, Schemas
+
+HARMONY = "openai"
+"""The format of GPT-OSS, for calls and reasoning, by vLLM's name."""
+
+REASONING = {"think": ReasoningTags("<think>", "</think>"), "mistral": ReasoningTags("[THINK]", "[/THINK]")}
+"""The markers of reasoning, by name."""
+
+TOOL_CALL_PARSERS = (*SYNTAXES, HARMONY)
+REASONING_PARSERS = (*REASONING, HARMONY)
+
+_CALL_MARKERS = (
+    ("<|channel|>", HARMONY),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("python_tag", "llama3_json"),
+    ("<|start_header_id|>", "llama3_json"),
+)
+_SWITCHES = ("reasoning_effort", "enable_thinking")
+_REASONING_MARKERS = (("<|channel|>", HARMONY), ("</think>", "think"), ("[THINK]", "mistral"))
+
+
+def check_parsers(calls: str | None, reasoning: str | None) -> None:
+    """Raise ValueError for an unknown name of a parser."""
+    for option, name, known in (
+        ("tool_call_parser", calls, TOOL_CALL_PARSERS),
+        ("reasoning_parser", reasoning, REASONING_PARSERS),
+    ):
+        if name is not None and name not in known:
+            raise ValueError(f"{option}={shown(name)} is unknown; known: {', '.join(known)}.")
+
+
+class AnswerFormat(NamedTuple):
+    """How a model writes calls and reasoning: names in TOOL_CALL_PARSERS and REASONING_PARSERS.
+
+    Attributes:
+      calls: how it writes calls.
+      reasoning: how it writes reasoning; None: it does not reason.
+      knows_tools: whether its chat template tells it of tools.
+      switches: the arguments by which its chat template turns reasoning on, off, or up.
+    """
+
+    calls: str
+    reasoning: str | None
+    knows_tools: bool = True
+    switches: tuple[str, ...] = ()
+
+    @classmethod
+    def of_template(cls, text: str, *, calls: str | None = None, reasoning: str | None = None) -> Self:
+        """Find the format in the text of a chat template; `calls` and `reasoning` are known better."""
+        calls = calls or next((name for marker, name in _CALL_MARKERS if marker in text), "json")
+        reasoning = reasoning or next((name for marker, name in _REASONING_MARKERS if marker in text), None)
+        return cls(calls, reasoning, "tools" in text, tuple(switch for switch in _SWITCHES if switch in text))
+
+    @property
+    def tags(self) -> ReasoningTags | None:
+        """The markers around reasoning; None: it has none, or channels."""
+        return REASONING.get(self.reasoning or "")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers that may be special tokens."""
+        syntax = SYNTAXES.get(self.calls)
+        calls = () if syntax is None else (syntax.begin, syntax.end, *syntax.ignored, *syntax.others)
+        harmony = (MESSAGE,) if HARMONY in (self.calls, self.reasoning) else ()
+        return tuple(marker for marker in (*calls, *(self.tags or ()), *harmony) if marker)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends within reasoning."""
+        return self.tags is not None and prompt.rstrip().endswith(self.tags.begin)
+
+    def parser(
+        self, schemas: Schemas | None = None, *, opened: bool = False, forced: CallSyntax | None = None
+    ) -> AnswerParser:
+        """Make the parser of an answer.
+
+        Args:
+          schemas: the parameters of the functions that the model may call; None: calls are content.
+          opened: whether the prompt ends within reasoning.
+          forced: how a grammar has the model write calls, instead of its own way.
+        """
+        if forced is not None:
+            return MarkerParser(self.tags, forced, schemas, opened=opened)
+        if HARMONY in (self.calls, self.reasoning):
+            return HarmonyParser(calls=schemas is not None)
+        calls = None if schemas is None else SYNTAXES[self.calls]
+        return MarkerParser(self.tags, calls, schemas, opened=opened)
