@@ -22,7 +22,7 @@ TAIL_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """What a client asks for, in whatever API.
+    """A question to a model, in whatever API.
 
     Attributes:
       messages: the conversation, as the OpenAI API writes it.
@@ -65,7 +65,7 @@ class ChatAnswer(NamedTuple):
         return CompletionParts(self.make_parser and self.make_parser(), parallel=self.parallel)
 
     def reasoning_tokens(self, snapshot: RequestSnapshot) -> int:
-        """How many tokens of all completions are reasoning."""
+        """The number of tokens of all completions that are reasoning."""
         if self.make_parser is None:
             return 0
         return sum(_reasoning_tokens(each, self.make_parser(), self.tokenizer) for each in snapshot.completions)

@@ -63,7 +63,7 @@ class ServedModel:
         return self._llm
 
     def answer_format(self, chat_template: str | None, *, has_tools: bool) -> AnswerFormat:
-        """How the model writes calls and reasoning, after one of its chat templates, or the text of another.
+        """Find out how the model writes calls and reasoning, after one of its chat templates, or the text of another.
 
         Raises ValueError if it has no such template.
         """

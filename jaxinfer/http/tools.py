@@ -22,11 +22,11 @@ You may call these functions, given as JSON Schemas:
 To call functions, answer with nothing but JSON of this form, one object for each call:
 [{{"name": "the function's name", "arguments": {{"the parameter's name": "its value"}}}}]
 Answer as usual if no function helps."""
-"""What a model is told whose chat template does not tell it of tools."""
+"""The system message of a model whose chat template does not tell it of tools."""
 
 
 class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function.
+    """A function that a model may call.
 
     Attributes:
       name: its name.
@@ -153,7 +153,7 @@ class Tools:
 
     @functools.cached_property
     def instructions(self) -> str:
-        """What tells a model of the tools that does not learn of them by its template."""
+        """The system message of a model that does not learn of the tools by its template."""
         functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.offered)
         return INSTRUCTIONS.format(functions=functions)
 

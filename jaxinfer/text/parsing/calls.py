@@ -94,7 +94,7 @@ def _llama(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _generic(text: str, schemas: Schemas) -> list[ToolCall]:
-    """JSON, perhaps in a block of Markdown."""
+    """Read JSON, perhaps in a block of Markdown."""
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1]
     return _json_list(text, needs_arguments=True)
@@ -107,9 +107,9 @@ def _mistral(text: str, schemas: Schemas) -> list[ToolCall]:
     """A list of JSON, or from version 11 on `NAME[ARGS]{...}`."""
     if text.lstrip().startswith(("[", "{")):
         return _json_list(text)
-    if (found := _MISTRAL.fullmatch(text)) is None:
+    if (call := _MISTRAL.fullmatch(text)) is None:
         raise NotACallError
-    return [ToolCall(found[1], arguments_of(found[2]))]
+    return [ToolCall(call[1], arguments_of(call[2]))]
 
 
 _MISTRAL = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
@@ -155,7 +155,7 @@ _QWEN_END = re.compile(r"</function>\s*\Z")
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[ToolCall]:
-    """V3 and R1: `function`, the separator, `NAME` and JSON in a block of Markdown; V3.1: `NAME`, separator, JSON."""
+    """Read `function`, the separator, `NAME` and JSON in a block of Markdown; from V3.1 `NAME`, separator and JSON."""
     left, separator, right = text.partition("<｜tool▁sep｜>")
     if not separator:
         raise NotACallError
@@ -173,7 +173,7 @@ _DEEPSEEK = re.compile(r"\s*([^\s`{]+)\s*```(?:json)?\n(.*)", re.DOTALL)
 
 
 def _deepseek_markup(text: str, schemas: Schemas) -> list[ToolCall]:
-    """V3.2: `NAME">`, and for each argument `<｜DSML｜parameter name="K" string="true">V</｜DSML｜parameter>`."""
+    """Read V3.2: `NAME">`, and for each argument `<｜DSML｜parameter name="K" string="true">V</｜DSML｜parameter>`."""
     function = _DSML_NAME.match(text)
     if function is None:
         raise NotACallError

@@ -77,7 +77,7 @@ class AnswerFormat(NamedTuple):
         return tuple(marker for marker in (*calls, *(self.tags or ()), *harmony) if marker)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends within reasoning."""
+        """Check whether a prompt ends within reasoning."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags.begin)
 
     def parser(

@@ -50,8 +50,8 @@ class HarmonyParser(AnswerParser):
     @property
     def _recipient(self) -> str | None:
         """The function that the message calls."""
-        found = RECIPIENT.search(self._header)
-        name = found[1].removeprefix(PREFIX) if found and found[1].startswith(PREFIX) else ""
+        recipient = RECIPIENT.search(self._header)
+        name = recipient[1].removeprefix(PREFIX) if recipient and recipient[1].startswith(PREFIX) else ""
         return name if name and self._calls else None
 
     def push(self, piece: str) -> list[Part]:
@@ -77,8 +77,8 @@ class HarmonyParser(AnswerParser):
         if text and not any(text.startswith(head) or (not final and head.startswith(text)) for head in heads):
             self._header, self._in_message = "", True
             return True
-        header, found, rest = self._buffer.partition(MESSAGE)
-        if not found:
+        header, marker, rest = self._buffer.partition(MESSAGE)
+        if not marker:
             if final:
                 self._buffer = ""
                 if RECIPIENT.search(header):  # of a call, which is cut off

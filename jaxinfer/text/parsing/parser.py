@@ -262,7 +262,7 @@ class MarkerParser(AnswerParser):
         return self._trimmed.add("content", begin_marker), False
 
     def _next_end(self, marker: str, final: bool) -> int | None:
-        """Where the call may end: before each further marker, and at the end of the answer."""
+        """Find the next place where the call may end: before each further marker, and at the end of the answer."""
         if self._num_ends >= MAX_ENDS or self._looked > len(self._buffer):
             return None
         end = self._buffer.find(marker, self._looked)
@@ -302,16 +302,16 @@ class _Markers:
         self._longest = max(map(len, markers), default=1)
 
     def absent_from(self, text: str) -> bool:
-        """Whether no marker can begin in the text."""
+        """Check that no marker can begin in the text."""
         return self._firsts is None or self._firsts(text) is None
 
     def find(self, text: str) -> tuple[int, str | None]:
         """Return the place of the first marker, and which one it is; None if there is none."""
-        found = self._pattern.search(text) if self._pattern else None
-        return (found.start(), found[0]) if found else (len(text), None)
+        marker = self._pattern.search(text) if self._pattern else None
+        return (marker.start(), marker[0]) if marker else (len(text), None)
 
     def num_begun(self, text: str) -> int:
-        """How many of the last characters could begin a marker."""
+        """Return how many of the last characters could begin a marker."""
         for start in range(max(len(text) - self._longest + 1, 0), len(text)):
             if any(marker.startswith(text[start:]) for marker in self._markers):
                 return len(text) - start
