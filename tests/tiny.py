@@ -109,7 +109,7 @@ AGENT_TEMPLATE = (
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    ";{% endfor %}assistant:{% if enable_thinking %}<think>{% endif %}"
+    "{% if m.role == 'assistant' %}<end>{% endif %};{% endfor %}assistant:{% if enable_thinking %}<think>{% endif %}"
 )
 """Of a model that calls tools and reasons."""
 

@@ -1,6 +1,8 @@
 """A conversation with a model, which all APIs of chats share: what is asked, and the parts of the answer."""
 
+import asyncio
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +15,9 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.served_models import ServedModel
 from jaxinfer.http.tools import Tools, tell_of, with_objects
+from jaxinfer.http.turns import Turns, keys_of, turn_of
 from jaxinfer.text import TextStream, Tokenizer
 from jaxinfer.text.parsing import AnswerFormat, AnswerParser, Part, TextPart, ToolCall
-
-TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that show whether it ends within reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class ChatAnswer(NamedTuple):
       parallel: whether a completion may have more than one call.
       tokenizer: the model's.
       form: how the model writes calls.
+      remember: keeps its last snapshot, for the next turn; None: the next turn writes it in another form.
     """
 
     stream: OutputStream
@@ -55,6 +56,7 @@ class ChatAnswer(NamedTuple):
     parallel: bool
     tokenizer: Tokenizer
     form: AnswerFormat
+    remember: Callable[[RequestSnapshot], None] | None
 
     def new_call_id(self) -> str:
         """An id for a call. Mistral's templates take only ids of nine letters and digits."""
@@ -64,8 +66,10 @@ class ChatAnswer(NamedTuple):
         """Tell the parts of a completion apart."""
         return CompletionParts(self.make_parser and self.make_parser(), parallel=self.parallel)
 
-    def reasoning_tokens(self, snapshot: RequestSnapshot) -> int:
-        """The number of tokens of all completions that are reasoning."""
+    def end(self, snapshot: RequestSnapshot) -> int:
+        """Remember the answer, of its last snapshot; return how many tokens of all completions are reasoning."""
+        if self.remember is not None:
+            self.remember(snapshot)
         if self.make_parser is None:
             return 0
         return sum(_reasoning_tokens(each, self.make_parser(), self.tokenizer) for each in snapshot.completions)
@@ -117,19 +121,35 @@ async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits
     elif tools.offered:
         messages = tell_of(tools, messages)
     options["chat_template_kwargs"] = _effort(form, chat.reasoning_effort) | (options.get("chat_template_kwargs") or {})
-    prompt = await llm.encode_chat(messages, **options)
-    opened = form.opens_reasoning(llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False))
+    key, before = keys_of(messages, **options)
+    text = await llm.render_chat(messages, **options)
+    opened = form.opens_reasoning(text)
     sampling = _constrained(chat, form, opened)
     parses = form.reasoning is not None or tools.schemas is not None
     if parses and any(llm.tokenizer.special_id(marker) is not None for marker in form.markers):
         sampling.setdefault("skip_special_tokens", False)
     params = SamplingParams.from_model(llm, chat=True, **sampling, adapter=adapter)
-    stream = llm.generate(prompt, params, deadline=limits.timeout)
 
     def make_parser() -> AnswerParser:
         return form.parser(tools.schemas, opened=opened, forced=tools.forced)
 
-    return ChatAnswer(stream, make_parser if parses else None, tools.parallel, llm.tokenizer, form)
+    prompt = await asyncio.to_thread(model.turns.encode, text, before, llm.tokenizer, make_parser)
+    stream = llm.generate(prompt, params, deadline=limits.timeout)
+    remember = functools.partial(_remember, model.turns, key, text, make_parser)
+    return ChatAnswer(
+        stream, make_parser if parses else None, tools.parallel, llm.tokenizer, form, None if tools.forced else remember
+    )
+
+
+def _remember(
+    turns: Turns, key: bytes, prompt: str, make_parser: Callable[[], AnswerParser], snapshot: RequestSnapshot
+) -> None:
+    """Keep an answer, if it is the only one."""
+    completion = snapshot.completions[0]
+    if len(snapshot.completions) == 1 and completion.num_tokens > len(snapshot.prompt_token_ids):
+        token_ids = completion.sequence.token_ids[: completion.num_tokens]
+        eos_ids = completion.sequence.request.eos_ids
+        turns.remember(key, turn_of(prompt, token_ids, completion.text(), eos_ids, make_parser()))
 
 
 def _constrained(chat: Chat, form: AnswerFormat, opened: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from jaxinfer.text.prompts import (
     encode_chat,
     encode_prompt,
     encode_to_embed,
+    require_tokenizer,
 )
 from jaxinfer.text.stream import TextStream
 from jaxinfer.text.tokenizer import Tokenizer
@@ -22,4 +23,5 @@ __all__ = [
     "encode_chat",
     "encode_prompt",
     "encode_to_embed",
+    "require_tokenizer",
 ]

@@ -106,6 +106,11 @@ def encode_chat(
     tokenizer: Tokenizer | None, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]
 ) -> list[int]:
     """Encode a conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
+    return require_tokenizer(tokenizer).chat(messages, renderer=renderer, **options)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer that a chat needs. Raises ValueError without one."""
     if tokenizer is None:
         raise ValueError("The model directory has no tokenizer, so it cannot chat.")
-    return tokenizer.chat(messages, renderer=renderer, **options)
+    return tokenizer

@@ -31,7 +31,7 @@ from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.served import Served
 from jaxinfer.serving.ticket import Reader
-from jaxinfer.text import Prompt, as_list, copied, encode_chat
+from jaxinfer.text import Prompt, as_list, copied, require_tokenizer
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
 
 
@@ -193,22 +193,29 @@ class AsyncLLM(Served, EngineHolder):
         """Return the token ids of a conversation, as `chat` gives them to the model. Raises as it does."""
         return await self._chat_encoder(messages, options)()
 
+    async def render_chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> str:
+        """Return the text of a conversation, of which `encode_chat` makes tokens. Raises as `chat` does."""
+        kind, render = self._chat_renderer(messages, options)
+        return await self._prepare(kind, render)
+
     def _chat_encoder(self, messages: Messages, options: ChatOptions) -> Callable[[], Awaitable[list[int]]]:
-        """Check a conversation; return what encodes it, with its template in a process of its own."""
+        """Check a conversation; return what encodes it."""
+        kind, render = self._chat_renderer(messages, options)
+        return lambda: self._prepare(kind, lambda: require_tokenizer(self.tokenizer).encode_word(render()))
+
+    def _chat_renderer(self, messages: Messages, options: ChatOptions) -> tuple[Kind, Callable[[], str]]:
+        """Check a conversation; return what renders it, with its template in a process of its own."""
         messages, options = check_messages(messages), check_options(options)
-        given = self.tokenizer is not None and self.tokenizer.chat_templates.is_text(options.get("chat_template"))
+        templates = require_tokenizer(self.tokenizer).chat_templates
+        given = templates.is_text(options.get("chat_template"))
         if given and not self._trusts_templates:
             raise ValueError(
                 "chat_template is the text of a template, which is code: name one of the model's templates, or make "
                 "the AsyncLLM with trust_request_chat_template=True."
             )
         kind = Kind.GIVEN_TEMPLATE if given else Kind.CHAT
-        render = self._preparation.renderer(kind)
-
-        def encode() -> list[int]:
-            return encode_chat(self.tokenizer, messages, renderer=render, **options)
-
-        return lambda: self._prepare(kind, encode)
+        renderer = self._preparation.renderer(kind)
+        return kind, lambda: templates.render(messages, renderer=renderer, **options)
 
     async def embed(
         self,
