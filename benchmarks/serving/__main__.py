@@ -5,7 +5,8 @@
 `front_end` has a clock in place of the device, so that nothing is measured but what the host does for a stream.
 `overhead` runs the model of `peers/make_model.py` with and without HTTP. `compare` serves it next to vLLM and
 llama_cpp.server; a peer that is not there makes the checks invalid. `overload` sends ten times what saturates the
-server, `restart` times one that starts after its predecessor was killed. Servers are started again for each round, and
+server, `restart` times one that starts after its predecessor was killed. `agents` runs an agent's transcript, and
+measures the parsers of answers. Servers are started again for each round, and
 take turns. The JSON is rewritten after every part.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, Report, check_that_no_part_is_lost
+from benchmarks.serving.agents import agents
 from benchmarks.serving.compare import compare
 from benchmarks.serving.front_end import front_end
 from benchmarks.serving.overhead import overhead
@@ -28,6 +30,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "compare": compare,
     "overload": overload,
     "restart": restart,
+    "agents": agents,
 }
 read_parts = parts_reader(PARTS)
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import statistics
+from pathlib import Path
 
 import rich
 
@@ -38,7 +39,7 @@ def _rows(report: Report, settings: Settings, load: Load, mock: str) -> dict[str
     served, bare = [], []
     for _ in range(settings.rounds):
         bare.append(measure_bare(settings, load, mock))
-        served.append(measure_served(settings, load, mock))
+        served.append(measure_served(settings.demo, load, mock))
     rows = {"http": medians(served), "bare": medians(bare)}
     for kind, row in rows.items():
         row = {name: round(value, 3) for name, value in row.items()}
@@ -47,9 +48,9 @@ def _rows(report: Report, settings: Settings, load: Load, mock: str) -> dict[str
     return rows
 
 
-def measure_served(settings: Settings, load: Load, mock: str) -> dict[str, float]:
+def measure_served(model: Path, load: Load, mock: str) -> dict[str, float]:
     """Start a server, and run the load twice, of which the first is a warm-up."""
-    command = async_command(settings.demo, load, "{port}", mock=mock, step_ms=STEP_MS[mock])
+    command = async_command(model, load, "{port}", mock=mock, step_ms=STEP_MS[mock])
     with Server(f"the server with a mock {mock}", command) as server:
         server.wait()
         asyncio.run(under_load(server.port, load._replace(tokens=32)))

@@ -14,11 +14,19 @@ OK = b"HTTP/1.1 200"
 
 
 class Load(NamedTuple):
-    """Requests that run at once: their number, the tokens of each prompt, and those of each answer."""
+    """Requests that run at once.
+
+    Attributes:
+      streams: their number.
+      prompt: tokens of each prompt, of a completion.
+      tokens: tokens of each answer.
+      tools: whether the requests are chats, and whether these have tools; None: they are completions.
+    """
 
     streams: int
     prompt: int
     tokens: int
+    tools: bool | None = None
 
 
 def prompt_of(index: int, tokens: int) -> list[int]:
@@ -67,17 +75,25 @@ class _Stream(asyncio.Protocol):
                 self.ended.set_exception(error)
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads a file.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    },
+}
+
+
 def _request(load: Load, index: int) -> bytes:
-    body = json.dumps(
-        {
-            "prompt": prompt_of(index, load.prompt),
-            "max_tokens": load.tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    if load.tools is None:
+        path, asked = "completions", {"prompt": prompt_of(index, load.prompt)}
+    else:
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": f"Read file {index}."}]}
+        asked |= {"tools": [TOOL]} if load.tools else {}
+    options = {"max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = json.dumps(asked | options).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

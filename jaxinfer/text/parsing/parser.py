@@ -9,10 +9,13 @@ MAX_ENDS = 8
 """How many closing markers a call may have in its own text. A bound, since each of them costs a look at all of it."""
 
 
+Kind = Literal["reasoning", "content"]
+
+
 class TextPart(NamedTuple):
     """Reasoning or content, or a piece of it."""
 
-    kind: Literal["reasoning", "content"]
+    kind: Kind
     text: str
 
 
@@ -92,8 +95,10 @@ class Trimmed:
     def __init__(self) -> None:
         self._blanks, self._after_part = "", False
 
-    def add(self, kind: Literal["reasoning", "content"], text: str) -> list[Part]:
+    def add(self, kind: Kind, text: str) -> list[Part]:
         """Return the text that can be given."""
+        if not self._blanks and not self._after_part and text and not text[-1].isspace():
+            return [TextPart(kind, text)]
         text = self._blanks + text
         if self._after_part:
             text = text.lstrip()
@@ -138,7 +143,7 @@ class MarkerParser(AnswerParser):
     ):
         self._reasoning, self._calls, self._schemas, self._opened = reasoning, calls, schemas or {}, opened
         self._buffer, self._trimmed, self._looked = "", Trimmed(), 0
-        self._state = self._begin if reasoning else self._begin_content
+        self._go_on(self._begin if reasoning else self._begin_content)
         markers = [] if calls is None else [marker for marker in (calls.begin, *calls.ignored) if marker]
         self._content_markers = _Markers(markers)
         self._reasoning_markers = _Markers([reasoning.end] if reasoning else [])
@@ -148,11 +153,8 @@ class MarkerParser(AnswerParser):
         return self._state == self._reason
 
     def push(self, piece: str) -> list[Part]:
-        if not self._buffer and piece:  # most pieces have no marker
-            if self._state == self._content and self._content_markers.absent_from(piece):
-                return self._trimmed.add("content", piece)
-            if self._state == self._reason and self._reasoning_markers.absent_from(piece):
-                return self._trimmed.add("reasoning", piece)
+        if not self._buffer and self._is_plain(piece):  # as most pieces are
+            return self._trimmed.add(self._kind, piece)
         self._buffer += piece
         return list(self._parts(final=False))
 
@@ -169,6 +171,15 @@ class MarkerParser(AnswerParser):
             parts, waits = self._state(final)
             yield from parts
 
+    def _go_on(self, state: Callable[[bool], tuple[list[Part], bool]]) -> None:
+        """Change the state."""
+        self._state, self._is_plain = state, _never
+        self._kind: Kind = "content"
+        if state == self._content:
+            self._is_plain = self._content_markers.firsts.isdisjoint
+        elif state == self._reason:
+            self._kind, self._is_plain = "reasoning", self._reasoning_markers.firsts.isdisjoint
+
     # States: each takes from the buffer, and returns the parts and whether it waits for more text.
 
     def _begin(self, final: bool) -> tuple[list[Part], bool]:
@@ -181,7 +192,7 @@ class MarkerParser(AnswerParser):
             self._opened = True
         if self._opened:
             self._trimmed.end_part()
-        self._state = self._reason if self._opened else self._begin_content
+        self._go_on(self._reason if self._opened else self._begin_content)
         return [], False
 
     def _reason(self, final: bool) -> tuple[list[Part], bool]:
@@ -191,7 +202,7 @@ class MarkerParser(AnswerParser):
             return parts, True
         self._buffer = self._buffer.removeprefix(marker)
         self._trimmed.end_part()
-        self._state = self._begin_content
+        self._go_on(self._begin_content)
         return parts, False
 
     def _begin_content(self, final: bool) -> tuple[list[Part], bool]:
@@ -200,9 +211,9 @@ class MarkerParser(AnswerParser):
             if not text:
                 return [], True
             if self._calls.forced or text[0] in _BARE:
-                self._state = self._bare
+                self._go_on(self._bare)
                 return [], False
-        self._state = self._content
+        self._go_on(self._content)
         return [], False
 
     def _bare(self, final: bool) -> tuple[list[Part], bool]:
@@ -212,7 +223,7 @@ class MarkerParser(AnswerParser):
         may_be = self._calls.forced or (key[1] in _CALL_KEYS if key else _BEFORE_KEY.match(self._buffer))
         if may_be and not final:
             return [], True
-        self._state = self._content
+        self._go_on(self._content)
         if not final:
             return [], False
         try:
@@ -230,7 +241,8 @@ class MarkerParser(AnswerParser):
             return parts, True
         assert self._calls is not None
         if marker == self._calls.begin:
-            self._state, self._looked, self._num_ends = self._call, len(marker), 0
+            self._go_on(self._call)
+            self._looked, self._num_ends = len(marker), 0
         else:
             self._buffer = self._buffer.removeprefix(marker)
             self._trimmed.end_part()
@@ -249,7 +261,7 @@ class MarkerParser(AnswerParser):
                     continue
                 rest = self._buffer[end:]
                 self._buffer = rest if self._calls.end is None else rest.removeprefix(self._calls.end)
-                self._state = self._content
+                self._go_on(self._content)
                 self._trimmed.end_part()
                 return list(calls), False
         except NotACallError:
@@ -258,7 +270,7 @@ class MarkerParser(AnswerParser):
             if not final and self._num_ends < MAX_ENDS:
                 return [], True
         self._buffer = self._buffer[begin:]
-        self._state = self._content
+        self._go_on(self._content)
         return self._trimmed.add("content", begin_marker), False
 
     def _next_end(self, marker: str, final: bool) -> int | None:
@@ -291,19 +303,22 @@ _BEFORE_KEY = re.compile(r'\s*(?:`{1,2}|(?:```\w*)?[\s\[{]*(?:"(?:[^"\\]|\\.)*\\
 _CALL_KEYS = frozenset(("name", "type", "function", "arguments", "parameters", "id"))
 
 
+def _never(piece: str) -> bool:
+    return False
+
+
 class _Markers:
-    """Finds the first of some markers, none of which is the beginning of another one."""
+    """Finds the first of some markers, none of which is the beginning of another one.
+
+    Attributes:
+      firsts: the characters with which they begin.
+    """
 
     def __init__(self, markers: list[str]):
         self._markers = tuple(markers)
         self._pattern = re.compile("|".join(map(re.escape, markers))) if markers else None
-        firsts = "".join(sorted({marker[0] for marker in markers}))
-        self._firsts = re.compile(f"[{re.escape(firsts)}]").search if markers else None
+        self.firsts = frozenset(marker[0] for marker in markers)
         self._longest = max(map(len, markers), default=1)
-
-    def absent_from(self, text: str) -> bool:
-        """Check that no marker can begin in the text."""
-        return self._firsts is None or self._firsts(text) is None
 
     def find(self, text: str) -> tuple[int, str | None]:
         """Return the place of the first marker, and which one it is; None if there is none."""
