@@ -75,6 +75,8 @@ class _Stream(asyncio.Protocol):
                 self.ended.set_exception(error)
 
 
+MODEL = "model"
+"""The name by which the servers of `run_async.py` know theirs."""
 TOOL = {
     "type": "function",
     "function": {
@@ -91,7 +93,7 @@ def _request(load: Load, index: int) -> bytes:
     else:
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": f"Read file {index}."}]}
         asked |= {"tools": [TOOL]} if load.tools else {}
-    options = {"max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    options = {"model": MODEL, "max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body = json.dumps(asked | options).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body

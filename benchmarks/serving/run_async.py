@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.serving.load import prompt_of
+from benchmarks.serving.load import MODEL, prompt_of
 from benchmarks.serving.mock_engine import ClockedDecoder, with_mock_device, with_mock_engine
 from jaxinfer import AsyncLLM, SamplingParams
 
@@ -65,7 +65,7 @@ def main(model: Path, max_batch: int, mock: str, step: float, port: int) -> None
 
             freeze()
             with short_turns():
-                uvicorn.run(http.app(llm), port=port, log_level="warning")
+                uvicorn.run(http.app(llm, name=MODEL), port=port, log_level="warning")
         else:
             asyncio.run(run_bare(llm))
     finally:

@@ -70,8 +70,9 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(Body, kw_only=True):
-    """The fields of completions and chats."""
+    """The fields of completions and chats. The model is required, as in the OpenAI API."""
 
+    model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None

@@ -15,6 +15,7 @@ from jaxinfer.http.limits import Limits
 class EmbeddingBody(Body, kw_only=True):
     """The body of `/v1/embeddings`."""
 
+    model: str
     input: str | list[str | int | list[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"

@@ -9,12 +9,18 @@ import pytest
 from tests.conformance.conftest import TOOLS
 
 HERE = Path(__file__).parent
-CHATS = ["basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage"]
+CHATS = [
+    "basic-response",
+    "error-handling",
+    "multi-turn",
+    "streaming-response",
+    "streaming-usage",
+    "system-prompt",
+    "tool-calling",
+]
 NOT_FOR_US = {
-    "tool-calling": "tools are not implemented yet",
     "image-input": "the models take text alone, and images are refused",
     "reasoning-summary": "it is for models of OpenAI, and skips itself",
-    "error-handling": "it takes a request without a model for an error; it is one for the only model here",
 }
 """Tests of llm-comply that are left out, and why."""
 

@@ -26,6 +26,10 @@ class Answer:
         return [block.removeprefix("data: ") for block in text.split("\n\n") if block]
 
 
+ASKED_BY_NAME = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+"""The endpoints whose bodies must name the model; they name "tiny" unless they name another."""
+
+
 class Client:
     """Sends requests to an application."""
 
@@ -35,6 +39,8 @@ class Client:
     async def ask(self, method, path, content=b"", headers=(), left=None):
         """Begin a request; returns its answer once it has a status. left: an event, at which the client leaves."""
         if not isinstance(content, bytes):
+            if isinstance(content, dict) and path in ASKED_BY_NAME:
+                content = {"model": "tiny", **content}
             content = json.dumps(content).encode()
         scope = {
             "type": "http",

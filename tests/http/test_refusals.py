@@ -153,8 +153,8 @@ def test_the_openapi_document_describes_bodies_and_errors(client):
     assert document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["name"] == "model"
     operation = document["paths"]["/v1/chat/completions"]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"] | {"components": document["components"]}
-    jsonschema.validate({"messages": USER, **GREEDY}, schema)
-    for wrong in ({"messages": "hi"}, {"messages": USER, "unknown": 1}, {}):
+    jsonschema.validate({"model": "tiny", "messages": USER, **GREEDY}, schema)
+    for wrong in ({"model": "tiny", "messages": "hi"}, {"model": "tiny", "messages": USER, "unknown": 1}, {}):
         assert ask(client, "/v1/chat/completions", wrong)[0] == 400
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
