@@ -122,6 +122,8 @@ CHECKS = {
     "server_overhead": "CPU time of a token over HTTP against `AsyncLLM` alone, less 1, 64 streams, 246 M parameters",
     "itl_p99_vs_best_peer": "99th percentile of the time between events: the same peer's over ours",
     "overload_goodput": "good requests/s at 10 times the saturating rate, against that rate",
+    "agent_prefix_hits": "share of the prompt tokens of an agent's second and later turns found in the prefix cache",
+    "parser_overhead": "CPU time of an event with parsers of calls and reasoning against that without, less 1",
     "restart_ready_s": "from the start of a process to `/ready` and a first token, warm cache, after `kill -9`",
 }
 """Names of checks in the table; other checks are left out."""
