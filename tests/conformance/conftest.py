@@ -64,14 +64,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model, log, *options, port=None):
-    """A server from when it is ready until SIGTERM has ended it. port: None: any free one."""
+def serving(model, log, *options, port=None, key=None):
+    """A server from when it is ready until SIGTERM has ended it. port: None: any free one. key: clients need it."""
     if port is None:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             port = listening.getsockname()[1]
     command = [sys.executable, "-m", "jaxinfer", "serve", str(model), "--port", str(port), *options]
     environment = {name: value for name, value in os.environ.items() if name != "JAXINFER_API_KEY"}
+    environment |= {} if key is None else {"JAXINFER_API_KEY": key}
     with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
         server = Server(process, port, log)
         try:
@@ -91,6 +92,24 @@ def serving(model, log, *options, port=None):
 @pytest.fixture(scope="session")
 def model_that_ends(tmp_path_factory):
     return save_model_that_ends(tmp_path_factory.mktemp("conformance") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def scripted_server(tmp_path_factory):
+    """A server of a model that calls tools ten times, then two in parallel, and then answers."""
+    from tests.http.test_agents import CALLED, call_of
+    from tests.scripted import save_scripted
+
+    answers = [
+        *(call_of(*each) for each in CALLED),
+        call_of("read", "a") + call_of("write", "b").partition("</think>")[2],
+        "Done.",
+    ]
+    model = save_scripted(tmp_path_factory.mktemp("conformance") / "scripted", answers)
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(model, log, "--max-batch", "4") as server:
+        yield server
+    assert "Traceback" not in log.read_text(), log.read_text()
 
 
 @pytest.fixture(scope="session")

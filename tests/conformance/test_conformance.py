@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.conftest import TOOLS
+from tests.conformance.conftest import TOOLS, serving
 
 HERE = Path(__file__).parent
 CHATS = [
@@ -31,6 +31,18 @@ def test_the_openai_client(server, tool):
     done = tool("python", HERE / "openai_python.py", server.url, "tiny")
     assert done.split()[-1] == "leaving"
     server.until_idle()
+
+
+def test_an_agent_by_the_openai_client(scripted_server, tool):
+    done = tool("python", HERE / "openai_agent.py", scripted_server.url, "scripted")
+    assert done.split() == ["whole", "streamed"]
+    scripted_server.until_idle()
+
+
+def test_limits_by_the_openai_client(model_that_ends, tool, tmp_path):
+    with serving(model_that_ends, tmp_path / "log", "--max-requests", "1", key="secret") as server:
+        done = tool("python", HERE / "openai_limits.py", server.url, "tiny", "secret")
+    assert done.split() == ["keys", "overload"]
 
 
 def test_the_openai_client_of_npm(server, tool):

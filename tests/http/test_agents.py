@@ -20,11 +20,14 @@ READ, WRITE = (
     for name in ("read", "write")
 )
 CALLED = [(("read", "write")[turn % 2], str(turn)) for turn in range(10)]
-CALLS = [
-    f'<think>Hm.</think><tool_call>{{"name":"{name}", "arguments": {{"path":"{path}"}}}}</tool_call>'
-    for name, path in CALLED
-]
-ANSWERS = [*CALLS, "<think>Enough.</think>Done."]
+
+
+def call_of(name, path):
+    """The text of a call, with other blanks than the template writes."""
+    return f'<think>Hm.</think><tool_call>{{"name":"{name}", "arguments": {{"path":"{path}"}}}}</tool_call>'
+
+
+ANSWERS = [*(call_of(*each) for each in CALLED), "<think>Enough.</think>Done."]
 
 
 @pytest.fixture(scope="module")
