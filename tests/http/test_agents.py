@@ -22,9 +22,9 @@ READ, WRITE = (
 CALLED = [(("read", "write")[turn % 2], str(turn)) for turn in range(10)]
 
 
-def call_of(name, path):
+def call_of(name, path, before="<think>Hm.</think>"):
     """The text of a call, with other blanks than the template writes."""
-    return f'<think>Hm.</think><tool_call>{{"name":"{name}", "arguments": {{"path":"{path}"}}}}</tool_call>'
+    return f'{before}<tool_call>{{"name":"{name}", "arguments": {{"path":"{path}"}}}}</tool_call>'
 
 
 ANSWERS = [*(call_of(*each) for each in CALLED), "<think>Enough.</think>Done."]
