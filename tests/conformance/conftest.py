@@ -100,11 +100,8 @@ def scripted_server(tmp_path_factory):
     from tests.http.test_agents import CALLED, call_of
     from tests.scripted import save_scripted
 
-    answers = [
-        *(call_of(*each) for each in CALLED),
-        call_of("read", "a") + call_of("write", "b").partition("</think>")[2],
-        "Done.",
-    ]
+    both = call_of("read", "a") + call_of("write", "b", before="")
+    answers = [*(call_of(*each) for each in CALLED), both, "Done."]
     model = save_scripted(tmp_path_factory.mktemp("conformance") / "scripted", answers)
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, log, "--max-batch", "4") as server:
