@@ -111,8 +111,9 @@ clean:
 	@touch $@
 
 # Clients and checkers of the OpenAI API, which need other packages than ours. Tests of what is not here are skipped.
-.venv-conformance/.conformance: .venv-conformance/pyvenv.cfg tests/conformance/requirements.txt tests/conformance/package.json
+.venv-conformance/.conformance: .venv-conformance/pyvenv.cfg tests/conformance/requirements.txt tests/conformance/alone.txt tests/conformance/package.json
 	@./pip-install .venv-conformance -r tests/conformance/requirements.txt
+	@./pip-install .venv-conformance --no-deps -r tests/conformance/alone.txt
 	@cp tests/conformance/package.json .venv-conformance
 	@npm install --silent --no-package-lock --prefix .venv-conformance || echo "The tests of npm's client are left out."
 	@touch $@

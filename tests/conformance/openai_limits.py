@@ -24,7 +24,7 @@ def caught(kind, call):
 
 
 def keys():
-    for key in ("wrong", "", KEY[:-1]):
+    for key in ("wrong", f"{KEY}2", KEY[:-1]):
         error = caught(openai.AuthenticationError, lambda key=key: client(key).completions.create(**OPTIONS))
         assert error.status_code == 401
     assert client(KEY).completions.create(max_tokens=4, **OPTIONS).usage.completion_tokens == 4

@@ -129,7 +129,7 @@ def errors():
     refused(openai.NotFoundError, 404, "model", lambda: ask(model="none"))
     refused(openai.NotFoundError, 404, "model", lambda: client.models.retrieve("none"))
     refused(openai.APIStatusError, 413, None, lambda: ask(prompt="a" * 200_000))
-    refused(openai.BadRequestError, 400, None, lambda: client.completions.create(model=openai.omit, prompt="a"))
+    refused(openai.BadRequestError, 400, "model", lambda: ask(model=None))
     try:
         client.with_options(timeout=0.01).completions.create(model=MODEL, prompt="a", max_tokens=900, **ON)
     except openai.APITimeoutError:

@@ -39,6 +39,12 @@ def test_an_agent_by_the_openai_client(scripted_server, tool):
     scripted_server.until_idle()
 
 
+def test_calls_are_right_for_bfcl(scripted_server, tool):
+    kinds = tool("python", HERE / "bfcl_calls.py", scripted_server.url, "scripted", timeout=600).splitlines()
+    counts = dict(line.split() for line in kinds)
+    assert all(int(counts[kind]) >= 30 for kind in ("simple_python", "multiple")), counts
+
+
 def test_limits_by_the_openai_client(model_that_ends, tool, tmp_path):
     with serving(model_that_ends, tmp_path / "log", "--max-requests", "1", key="secret") as server:
         done = tool("python", HERE / "openai_limits.py", server.url, "tiny", "secret")
