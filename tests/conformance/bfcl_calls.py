@@ -25,6 +25,8 @@ URL, MODEL = sys.argv[1:]
 COUNT = 40  # of each kind
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120)
+(THINKS,) = client.post(f"{URL}/tokenize", cast_to=dict, body={"prompt": "<"})["tokens"]
+"""The token with which reasoning would begin, which is free, and which a random model does not end."""
 
 
 def lines(path):
@@ -82,6 +84,7 @@ def check(kind):
         tools = [tool(each, right if each["name"] == name else None) for each in question["function"]]
         choice = "required" if len(tools) == 1 else {"type": "function", "function": {"name": name}}
         options = {
+            "logit_bias": {THINKS: -100},
             "parallel_tool_calls": False,
             "tools": tools,
             "tool_choice": choice,
