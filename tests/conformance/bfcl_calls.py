@@ -55,7 +55,8 @@ def tool(function, right):
             for name in parameters["properties"]
             if any(value != "" for value in right.get(name, ()))
         }
-        required = [name for name in properties if "" not in right[name]]
+        given = parameters.get("required", ())
+        required = [name for name in properties if "" not in right[name] or name in given]
         parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     function = {"name": function["name"], "description": function["description"], "parameters": parameters}
     return {"type": "function", "function": function}
