@@ -12,6 +12,7 @@ from benchmarks.serving.processes import Bare, Server, async_command
 from benchmarks.serving.settings import Settings
 
 LOAD = Load(streams=64, prompt=16, tokens=128)
+WARM_UP = 16  # tokens
 
 
 def overhead(report: Report, settings: Settings) -> None:
@@ -34,10 +35,10 @@ def overhead(report: Report, settings: Settings) -> None:
 
 
 def measure_served(model: Path, load: Load) -> dict[str, float]:
-    """Start a server, and run the load twice, of which the first is a warm-up."""
+    """Start a server, and run the load after a short one as a warm-up."""
     with Server("the server", async_command(model, load, "{port}")) as server:
         server.wait()
-        asyncio.run(count_events(server.port, load))
+        asyncio.run(count_events(server.port, load._replace(tokens=WARM_UP)))
         before = server.cpu()
         events = asyncio.run(count_events(server.port, load))
         return figures_of(load, events, server.cpu() - before)
@@ -47,7 +48,7 @@ def measure_bare(model: Path, load: Load) -> dict[str, float]:
     """Run the load without HTTP, in the same way."""
     with Bare("AsyncLLM", async_command(model, load, "0")) as bare:
         bare.wait()
-        bare.run(load)
+        bare.run(load._replace(tokens=WARM_UP))
         before = bare.cpu()
         events = bare.run(load)["events"]
         return figures_of(load, events, bare.cpu() - before)
