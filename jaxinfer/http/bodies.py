@@ -69,35 +69,17 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 return StructuredOutputsParams(json=self.json_schema.schema)
 
 
-class GenerationBody(Body, kw_only=True):
-    """The fields of completions and chats. The model is required, as in the OpenAI API."""
+class SamplingBody(Body, kw_only=True):
+    """The fields of all answers that a model generates. The model is required, as in the OpenAI API."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    response_format: ResponseFormat | None = None
     # vLLM's
     top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    logits_processors: list[str] | None = None
     priority: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -113,6 +95,35 @@ class GenerationBody(Body, kw_only=True):
             given["logit_bias"] = _by_token(self.logit_bias)
         if self.structured_outputs is not None:
             given["structured_outputs"] = _structured(self.structured_outputs)
+        return given
+
+
+class GenerationBody(SamplingBody, kw_only=True):
+    """The fields of completions and chats."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: list[str] | None = None
+
+    def sampling(self, **others: Any) -> dict[str, Any]:
+        """The options of `SamplingParams` that the body gives. Raises BadRequestError."""
+        given = super().sampling(**others)
         if self.response_format is not None and (constraint := self.response_format.structured_outputs()) is not None:
             if self.structured_outputs is not None:
                 raise BadRequestError("give response_format or structured_outputs, not both.", param="response_format")

@@ -156,7 +156,7 @@ def _constrained(chat: Chat, form: AnswerFormat, opened: bool) -> dict[str, Any]
     """The options of `SamplingParams`, with the grammar of the answer, before which reasoning is free."""
     sampling, forced = dict(chat.sampling), chat.tools.constraint()
     if forced is not None and "structured_outputs" in sampling:
-        raise BadRequestError("tool_choice and response_format both give the answer's form.", param="tool_choice")
+        raise BadRequestError("tool_choice and the response's format both give the answer's form.", param="tool_choice")
     constraint = forced or sampling.get("structured_outputs")
     if constraint is not None:
         if form.tags is not None and constraint.reasoning_tags is None:

@@ -38,6 +38,11 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+def error_events(error: Exception) -> bytes:
+    """The last events of a stream that fails, as the OpenAI API writes them."""
+    return b"data: " + encode_error(describe(error)[1]) + b"\n\n" + DONE
+
+
 class EventStream[Item](Response):
     """Server-sent events, sent one by one as they come. An error among them is sent as an event.
 
@@ -45,12 +50,19 @@ class EventStream[Item](Response):
       items: what events are made of; closed at the end, or when the client leaves.
       event: makes an event of an item; None: nothing to send.
       last: makes the last events.
+      error: makes the last events of a stream that fails.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, items: AsyncGenerator[Item], event: Callable[[Item], bytes | None], last: Callable[[], bytes]):
-        self._items, self._event, self._last = items, event, last
+    def __init__(
+        self,
+        items: AsyncGenerator[Item],
+        event: Callable[[Item], bytes | None],
+        last: Callable[[], bytes],
+        error: Callable[[Exception], bytes] = error_events,
+    ):
+        self._items, self._event, self._last, self._error = items, event, last, error
         self._first = b""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -82,6 +94,6 @@ class EventStream[Item](Response):
                         await part({"type": "http.response.body", "body": event, "more_body": True})
                 last = self._last()
             except Exception as error:
-                last = b"data: " + encode_error(describe(error)[1]) + b"\n\n" + DONE
+                last = self._error(error)
         await part({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -83,7 +83,10 @@ def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBo
         case ValueError():
             message = str(error)
             code = "context_length_exceeded" if _TOO_LONG.search(message) else None
-            return 400, _body(_OWNER.sub(r"\2", message), "invalid_request_error", _field(message) or content, code), {}
+            field = _field(message)
+            if field in (None, "messages"):  # which other APIs of chats have under another name
+                field = content or field
+            return 400, _body(_OWNER.sub(r"\2", message), "invalid_request_error", field, code), {}
     log.error("A request has failed.", exc_info=error)
     return 500, _body("The server has failed at this request.", "server_error", None, "internal_error"), {}
 

@@ -7,7 +7,7 @@ import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -37,6 +37,21 @@ from jaxinfer.text import Tokenizer
 from jaxinfer.text.parsing import Part, ToolCall
 
 
+class AnyReply(Protocol):
+    """A reply of some API; `Reply` says what its members are."""
+
+    model: str
+    newest: dict[int, RequestSnapshot]
+    usage: Usage | None
+
+    @property
+    def stream(self) -> bool: ...
+
+    async def whole(self) -> bytes: ...
+
+    def events(self, ended: Callable[[], None]) -> EventStream[Any]: ...
+
+
 class Reply(abc.ABC):
     """The way of one request from its streams to the client.
 
@@ -61,6 +76,11 @@ class Reply(abc.ABC):
         self.usage: Usage | None = None
         self.logprobs = LogprobForms(tokenizer)
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    @property
+    def stream(self) -> bool:
+        """Whether the client wants a stream."""
+        return self.body.stream
 
     @abc.abstractmethod
     def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
@@ -284,9 +304,9 @@ async def chat_reply(model: ServedModel, body: ChatBody, name: str, adapter: str
     return ChatReply(body, name, await begin_chat(model, chat, adapter, limits))
 
 
-async def respond(request: Request, reply: Reply, ended: Callable[[], None]) -> Response:
+async def respond(request: Request, reply: AnyReply, ended: Callable[[], None]) -> Response:
     """Reply a request, whole or as a stream; it is given up when the client leaves. ended: called at its end."""
-    if reply.body.stream:
+    if reply.stream:
         return await reply.events(ended).begin(request.receive)
     content = await until_disconnect(request.receive, reply.whole())
     ended()

@@ -84,7 +84,7 @@ class Tools:
         for index, name in enumerate(names):
             if not _NAME.fullmatch(name):
                 raise BadRequestError(
-                    f"tools[{index}].function.name must be 1 to 256 letters, digits, or any of _ . : / -, got "
+                    f"tools[{index}] must have a name of 1 to 256 letters, digits, or any of _ . : / -, got "
                     f"{shown(name)}.",
                     param="tools",
                 )
