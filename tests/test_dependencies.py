@@ -75,6 +75,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.process",
     "jaxinfer.http.records",
     "jaxinfer.http.openapi",
+    "jaxinfer.http.responses.reply",
     "jaxinfer.http.server",
     "jaxinfer.http.traces",
 }

@@ -12,11 +12,13 @@ from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody
 from jaxinfer.http.bodies import Body, ChatBody, CompletionBody
 from jaxinfer.http.embeddings import EmbeddingBody
 from jaxinfer.http.errors import Refusal
+from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
 
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
@@ -38,7 +40,7 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
             method.lower(): _operation(route.path, known) for method in sorted(route.methods or ()) if method != "HEAD"
         }
         for route in routes
-        if isinstance(route, Route)
+        if isinstance(route, Route) and route.include_in_schema
     }
     return {
         "openapi": "3.1.0",

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -21,15 +22,23 @@ from jaxinfer.http.connection import DisconnectedError, until_disconnect
 from jaxinfer.http.draining import Drain
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
 from jaxinfer.http.errors import BadRequestError, describe, encode_error
-from jaxinfer.http.generation import Reply, chat_reply, completion_reply, respond
+from jaxinfer.http.generation import AnyReply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import Metrics
 from jaxinfer.http.openapi import document
 from jaxinfer.http.records import Records, Sink, note
+from jaxinfer.http.responses.bodies import ResponseBody
+from jaxinfer.http.responses.reply import response_reply
+from jaxinfer.http.responses.store import ResponseStore
 from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
-CONTENT = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/embeddings": "input"}
+CONTENT = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+}
 """The fields with the texts of endpoints."""
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -44,7 +53,7 @@ class Server:
 
     def __init__(self, models: ServedModels, limits: Limits):
         self.models, self.limits, self.started = models, limits, int(time.time())
-        self.metrics = Metrics(models)
+        self.metrics, self.stored = Metrics(models), ResponseStore()
 
     def choose(self, request: Request, name: str) -> ModelChoice:
         """Find the model that a request asks for; its response is counted as this model's. Raises as `find` does."""
@@ -64,7 +73,24 @@ class Server:
         model, name, adapter = self.choose(request, body.model)
         return await self._respond(request, await chat_reply(model, body, name, adapter, self.limits))
 
-    async def _respond(self, request: Request, reply: Reply) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        body = decode(await self.limits.read_body(request), ResponseBody)
+        model, name, adapter = self.choose(request, body.model)
+        reply = await response_reply(model, body, name, adapter, self.limits, self.stored)
+        return await self._respond(request, reply)
+
+    async def stored_response(self, request: Request) -> Response:
+        """`GET` and `DELETE /v1/responses/ID`."""
+        id = request.path_params["response_id"]
+        if request.method == "DELETE":
+            self.stored.delete(id)
+            return _json({"id": id, "object": "response", "deleted": True})
+        if request.query_params.get("stream") == "true":
+            raise BadRequestError("stream is not implemented for a stored response.", param="stream")
+        return Response(self.stored.response(id), media_type="application/json")
+
+    async def _respond(self, request: Request, reply: AnyReply) -> Response:
         def count() -> None:
             for snapshot in reply.newest.values():
                 self.metrics.ended(request.state.model, snapshot.output())
@@ -179,6 +205,9 @@ def make_app(models: ServedModels, limits: Limits, sinks: Iterable[Sink] = ()) -
     routes = [
         server.guarded("/v1/completions", server.completions, "POST"),
         server.guarded("/v1/chat/completions", server.chat, "POST"),
+        server.guarded("/v1/responses", server.responses, "POST"),
+        Route("/v1/responses/compact", _absent, methods=["POST"], include_in_schema=False),
+        server.guarded("/v1/responses/{response_id}", server.stored_response, "GET", "DELETE"),
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
         server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
@@ -208,7 +237,7 @@ def _cors(limits: Limits) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=limits.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -219,6 +248,11 @@ def error_response(error: Exception, content: str | None = None) -> Response:
     """The response to a request that ended with an error; `content` as in `describe`."""
     status, body, headers = describe(error, content)
     return Response(encode_error(body), status, headers, "application/json")
+
+
+async def _absent(request: Request) -> Response:
+    """Say that there is no such endpoint; the path is no id of another one."""
+    raise HTTPException(404)
 
 
 async def _unknown(request: Request, error: Exception) -> Response:

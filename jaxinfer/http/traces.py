@@ -9,7 +9,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from jaxinfer.http.records import Record
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/embeddings": "embeddings"}
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
+}
 """Paths whose requests have spans -> `gen_ai.operation.name`."""
 
 TIMEOUT = 2.0

@@ -14,12 +14,22 @@ pytest.importorskip("starlette")
 from jaxinfer import http
 from jaxinfer.http.bodies import ChatBody, CompletionBody
 from jaxinfer.http.embeddings import EmbeddingBody
+from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
 from tests.http.asgi import Client
 
 SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+FLAT_SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "integer"}}
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "a"},
+]
+SHORT_RESPONSE = {"model": "tiny", "max_output_tokens": 2, "temperature": 0}
 VALID = [
     ("/v1/completions", CompletionBody, {"prompt": "ab", **SHORT}),
     ("/v1/completions", CompletionBody, {"prompt": [[1, 2], [3]], "echo": True, "logprobs": 1, "n": 2, **SHORT}),
@@ -29,6 +39,8 @@ VALID = [
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **SHORT}),
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "response_format": SCHEMA, **SHORT}),
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "chat_template_kwargs": {"a": [1]}, "n": 2, **SHORT}),
+    ("/v1/responses", ResponseBody, {"input": ITEMS, "tools": [FUNCTION], "store": False, **SHORT_RESPONSE}),
+    ("/v1/responses", ResponseBody, {"input": "a", "text": {"format": FLAT_SCHEMA}, "stream": True, **SHORT_RESPONSE}),
     ("/v1/embeddings", EmbeddingBody, {"input": ["ab", "c"], "dimensions": 4, "encoding_format": "base64"}),
     ("/tokenize", TokenizeBody, {"prompt": "ab", "return_token_strs": True}),
     ("/tokenize", TokenizeBody, {"messages": MESSAGES}),
@@ -38,6 +50,9 @@ VALID = [
 
 NO_FIELD = ("the body", "No token can be chosen")
 """How messages begin that are about no field."""
+
+
+ENDS = b"response.completed", b"response.incomplete", b"response.failed"
 
 
 def nested(depth, value=None):
@@ -163,6 +178,8 @@ async def ask(client, path, content, counts):
         assert error["type"] == "invalid_request_error", shown
         assert error["param"] or error["message"].startswith(NO_FIELD), shown
         assert len(text) < 2500, shown
+    elif text.startswith(b"event: response.created"):
+        assert text.splitlines()[-3].removeprefix(b"event: ") in ENDS, shown
     elif text.startswith(b"data: "):
         assert text.endswith(b"data: [DONE]\n\n"), shown
     else:
