@@ -24,6 +24,7 @@ class LoadAdapterBody(Body, kw_only=True):
       load_inplace: whether it may take the place of the adapter that has this name.
     """
 
+    model: str = ""
     lora_name: str
     lora_path: str
     load_inplace: bool = False
@@ -32,6 +33,7 @@ class LoadAdapterBody(Body, kw_only=True):
 class UnloadAdapterBody(Body, kw_only=True):
     """The body of `/v1/unload_lora_adapter`."""
 
+    model: str = ""
     lora_name: str
     lora_int_id: int | None = None  # vLLM's: it changes nothing
 

@@ -20,7 +20,6 @@ _SAME = [field.name for field in dataclasses.fields(SamplingParams)]
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of every body. null stands for a field that is left out."""
 
-    model: str = ""
     # These change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None

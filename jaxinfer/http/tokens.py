@@ -14,6 +14,7 @@ from jaxinfer.text import Tokenizer
 class TokenizeBody(Body, kw_only=True):
     """The body of `/tokenize`: a prompt, or the messages of a chat."""
 
+    model: str = ""
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -25,6 +26,7 @@ class TokenizeBody(Body, kw_only=True):
 class DetokenizeBody(Body, kw_only=True):
     """The body of `/detokenize`."""
 
+    model: str = ""
     tokens: list[int]
 
 
