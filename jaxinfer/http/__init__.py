@@ -1,4 +1,4 @@
-"""An HTTP server of language models that speaks the OpenAI API. Start at `server.py`.
+"""An HTTP server of language models that speaks the OpenAI API, and Anthropic's. Start at `server.py`.
 
 >>> uvicorn.run(jaxinfer.http.app(AsyncLLM("examples/demo_model")))  # doctest: +SKIP
 """

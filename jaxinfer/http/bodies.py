@@ -234,10 +234,22 @@ def decode[Kind: Body](content: bytes, kind: type[Kind]) -> Kind:
         raise BadRequestError(f"the body is not JSON: {error}") from None
 
 
-def _refusal(message: str) -> BadRequestError:
-    """The error of a body that msgspec refuses, in words that name the field."""
+def convert_at[Kind](place: str, value: Any, kind: type[Kind]) -> Kind:
+    """Convert a part of a body. Raises BadRequestError, naming the field.
+
+    Args:
+      place: the part's own place in the body, such as "tools[0]".
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), place) from None
+
+
+def _refusal(message: str, part: str = "") -> BadRequestError:
+    """The error of a body, or a part of one, that msgspec refuses, in words that name the field."""
     what, _, place = message.partition(" - at `$")
-    where = place.rstrip("`").lstrip(".")
+    where = (part + place.rstrip("`")).lstrip(".")
     named = re.match(r"Object (?:contains unknown|missing required) field `(.*)`", what, re.DOTALL)
     field = ".".join(filter(None, (where, named and (named.group(1) or "''")))) or None
     if what.startswith("Object contains unknown field"):

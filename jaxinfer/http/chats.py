@@ -58,9 +58,9 @@ class ChatAnswer(NamedTuple):
     form: AnswerFormat
     remember: Callable[[RequestSnapshot], None] | None
 
-    def new_call_id(self) -> str:
+    def new_call_id(self, prefix: str = "call") -> str:
         """An id for a call. Mistral's templates take only ids of nine letters and digits."""
-        return secrets.token_hex(5)[:9] if self.form.calls == "mistral" else f"call_{secrets.token_hex(12)}"
+        return secrets.token_hex(5)[:9] if self.form.calls == "mistral" else f"{prefix}_{secrets.token_hex(12)}"
 
     def parts(self) -> "CompletionParts":
         """Tell the parts of a completion apart."""
@@ -108,10 +108,29 @@ class CompletionParts:
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
 
-async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits: Limits) -> ChatAnswer:
-    """Begin to answer a chat. Raises BadRequestError, ValueError; OverloadedError."""
+class ChatPrompt(NamedTuple):
+    """The prompt of a chat.
+
+    Attributes:
+      text: the conversation, as the chat template writes it.
+      token_ids: its tokens.
+      key: the conversation's name, as of `keys_of`.
+      form: how the model writes its answer.
+      opened: whether the prompt ends within reasoning.
+      make_parser: makes the parser of an answer.
+    """
+
+    text: str
+    token_ids: list[int]
+    key: bytes
+    form: AnswerFormat
+    opened: bool
+    make_parser: Callable[[], AnswerParser]
+
+
+async def encode_chat(model: ServedModel, chat: Chat) -> ChatPrompt:
+    """Encode a chat, with the tokens of earlier answers that the model wrote. Raises BadRequestError, ValueError."""
     llm, tools = model.llm, chat.tools
-    llm.check_room(chat.sampling.get("priority") or 0)  # before it is prepared: refusals must be cheap
     if llm.tokenizer is None:
         raise BadRequestError("the model directory has no tokenizer, so it cannot chat.")
     form = model.answer_format(chat.template.get("chat_template"), has_tools=bool(tools.offered))
@@ -124,21 +143,28 @@ async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits
     key, before = keys_of(messages, **options)
     text = await llm.render_chat(messages, **options)
     opened = form.opens_reasoning(text)
-    sampling = _constrained(chat, form, opened)
+    make_parser = functools.partial(form.parser, tools.schemas, opened=opened, forced=tools.forced)
+    token_ids = await asyncio.to_thread(model.turns.encode, text, before, llm.tokenizer, make_parser)
+    return ChatPrompt(text, token_ids, key, form, opened, make_parser)
+
+
+async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits: Limits) -> ChatAnswer:
+    """Begin to answer a chat. Raises BadRequestError, ValueError; OverloadedError."""
+    llm, tools = model.llm, chat.tools
+    llm.check_room(chat.sampling.get("priority") or 0)  # before it is prepared: refusals must be cheap
+    prompt = await encode_chat(model, chat)
+    assert llm.tokenizer is not None, "it has encoded the prompt"
+    form, make_parser = prompt.form, prompt.make_parser
+    sampling = _constrained(chat, form, prompt.opened)
     parses = form.reasoning is not None or tools.schemas is not None
     if parses and any(llm.tokenizer.special_id(marker) is not None for marker in form.markers):
         sampling.setdefault("skip_special_tokens", False)
     params = SamplingParams.from_model(llm, chat=True, **sampling, adapter=adapter)
-
-    def make_parser() -> AnswerParser:
-        return form.parser(tools.schemas, opened=opened, forced=tools.forced)
-
-    prompt = await asyncio.to_thread(model.turns.encode, text, before, llm.tokenizer, make_parser)
-    stream = llm.generate(prompt, params, deadline=limits.timeout)
-    remember = functools.partial(_remember, model.turns, key, text, make_parser)
-    return ChatAnswer(
-        stream, make_parser if parses else None, tools.parallel, llm.tokenizer, form, None if tools.forced else remember
-    )
+    stream = llm.generate(prompt.token_ids, params, deadline=limits.timeout)
+    remember = None  # the template writes a forced call in another form
+    if tools.forced is None:
+        remember = functools.partial(_remember, model.turns, prompt.key, prompt.text, make_parser)
+    return ChatAnswer(stream, make_parser if parses else None, tools.parallel, llm.tokenizer, form, remember)
 
 
 def _remember(

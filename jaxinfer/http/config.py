@@ -94,6 +94,8 @@ class ServerConfig:
       access_log: the file that gets a line of JSON for each request; "-": stderr; None: none.
       drain_timeout: seconds that running requests have to end after a signal.
       otlp_endpoint: the URL of an OpenTelemetry collector that gets traces; None: none.
+      keep_billing_header: whether the system prompts of `/v1/messages` keep the line that coding agents change with
+        each request. It defeats the prefix cache.
       limits: limits of clients.
       source: the file that describes it; None: the command line.
     """
@@ -104,11 +106,12 @@ class ServerConfig:
     access_log: str | None = None
     drain_timeout: NotNegative = 20.0
     otlp_endpoint: str | None = None
+    keep_billing_header: bool = False
     limits: Limits = dataclasses.field(default_factory=Limits)
     source: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "host", "port", "access_log", "drain_timeout", "otlp_endpoint")
+        check_fields(self, "host", "port", "access_log", "drain_timeout", "otlp_endpoint", "keep_billing_header")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.models:
@@ -142,6 +145,7 @@ class ServerConfig:
                 access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
                 drain_timeout=file.drain_timeout,
                 otlp_endpoint=file.otlp_endpoint,
+                keep_billing_header=file.keep_billing_header,
                 limits=Limits(
                     api_keys=api_keys,
                     cors_origins=tuple(file.cors_origins),
@@ -160,6 +164,7 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     access_log: str | None = ServerConfig.access_log
     drain_timeout: float = ServerConfig.drain_timeout
     otlp_endpoint: str | None = ServerConfig.otlp_endpoint
+    keep_billing_header: bool = ServerConfig.keep_billing_header
     cors_origins: list[str] = []
     timeout: float | None = Limits.timeout
     max_body_bytes: int = Limits.max_body_bytes

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxinfer.http.errors import describe, encode_error
+from jaxinfer.http.error_responses import error_response
 from jaxinfer.serving import ClosedError
 
 ALWAYS = ("/health", "/metrics", "/version")
@@ -59,7 +59,7 @@ class Drain:
             if scope["type"] != "http" or scope["path"] in ALWAYS:
                 await app(scope, receive, send)
             elif self.is_on:
-                await _refusal(scope["path"])(scope, receive, send)
+                await _refusal(scope)(scope, receive, send)
             else:
                 self._num_running += 1
                 try:
@@ -71,8 +71,7 @@ class Drain:
         return serve
 
 
-def _refusal(path: str) -> Response:
-    if path == "/ready":
+def _refusal(scope: Scope) -> Response:
+    if scope["path"] == "/ready":
         return Response(status_code=503)
-    status, body, headers = describe(ClosedError("The server is shutting down; try another one."))
-    return Response(encode_error(body), status, headers, "application/json")
+    return error_response(ClosedError("The server is shutting down; try another one."), scope)

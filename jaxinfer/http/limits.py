@@ -16,7 +16,8 @@ class Limits:
     """Limits of a server.
 
     Attributes:
-      api_keys: the keys of which a request must have one ("Authorization: Bearer KEY"); none: anybody may ask.
+      api_keys: the keys of which a request must have one ("Authorization: Bearer KEY" or "x-api-key: KEY"); none:
+        anybody may ask.
       max_body_bytes: bytes of a body.
       max_prompts: prompts of one completion.
       cors_origins: origins whose pages may ask from a browser, such as "https://chat.example"; "*": all.
@@ -35,8 +36,9 @@ class Limits:
     def check_key(self, request: "Request") -> None:
         """Raise BadRequestError unless the request has one of the keys. Its time does not depend on the key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
-        known = [hmac.compare_digest(given, each.encode()) for each in self.api_keys]
+        bearer = key.strip().encode() if scheme.lower() == "bearer" else b""
+        given = (bearer, request.headers.get("x-api-key", "").encode())
+        known = [hmac.compare_digest(key, each.encode()) for key in given for each in self.api_keys]
         if self.api_keys and not any(known):
             raise BadRequestError("the API key is missing or wrong.", status=401, code="invalid_api_key")
 

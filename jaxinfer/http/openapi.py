@@ -12,6 +12,8 @@ from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody
 from jaxinfer.http.bodies import Body, ChatBody, CompletionBody
 from jaxinfer.http.embeddings import EmbeddingBody
 from jaxinfer.http.errors import Refusal
+from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
+from jaxinfer.http.messages.errors import PATHS, MessageError
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
 
@@ -19,6 +21,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
@@ -27,12 +31,16 @@ BODIES: dict[str, type[Body]] = {
 }
 """The bodies of endpoints."""
 
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Describe an application by its routes."""
-    kinds = [*BODIES.values(), Refusal]
+    kinds = [*BODIES.values(), Refusal, MessageError]
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     known = dict(zip(kinds, references, strict=True))
     paths = {
@@ -46,17 +54,21 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "jaxinfer", "version": version("jaxinfer")},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],  # a key only if the server has keys
+        "components": {"schemas": schemas, "securitySchemes": _KEYS},
+        "security": [{}, *({name: []} for name in _KEYS)],  # a key only if the server has keys
     }
 
 
 def _operation(path: str, known: dict[Any, Any]) -> dict[str, Any]:
     """Describe what a path does."""
+    refusal = MessageError if path in PATHS else Refusal
     operation: dict[str, Any] = {
         "responses": {
             "200": {"description": "The answer."},
-            "default": {"description": "An error.", "content": _json(known[Refusal])},
+            "default": {
+                "description": "An error.",
+                "content": _json(known[refusal]),
+            },
         }
     }
     if names := _PARAMETER.findall(path):

@@ -56,7 +56,7 @@ def serve(
         for name, model in config.models.items()
     ]
     with _sinks(config, access_log) as sinks, short_turns():
-        app = make_app(ServedModels(models), config.limits, sinks)
+        app = make_app(ServedModels(models), config.limits, sinks, keep_billing_header=config.keep_billing_header)
         server = _Server(app, app.state.drain, config.drain_timeout)
         errors: list[BaseException] = []
 

@@ -62,6 +62,12 @@ def note(scope: Scope, model: str, prompt_tokens: int | None = None, completion_
         record.model, record.prompt_tokens, record.completion_tokens = model, prompt_tokens, completion_tokens
 
 
+def request_id(scope: Scope) -> str | None:
+    """The id of a request; None without its record."""
+    record = scope.get(RECORD)
+    return record and record.id
+
+
 class Records:
     """Middleware that keeps a record of each request, and tells its id in the response's `X-Request-Id`.
 

@@ -18,15 +18,21 @@ from starlette.routing import Route
 
 from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
+from jaxinfer.http.chats import begin_chat, encode_chat
 from jaxinfer.http.connection import DisconnectedError, until_disconnect
 from jaxinfer.http.draining import Drain
 from jaxinfer.http.embeddings import EmbeddingBody, embeddings
-from jaxinfer.http.errors import BadRequestError, describe, encode_error
+from jaxinfer.http.error_responses import error_response
+from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.generation import AnyReply, chat_reply, completion_reply, respond
 from jaxinfer.http.limits import Limits
+from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
+from jaxinfer.http.messages.conversation import chat_of
+from jaxinfer.http.messages.errors import PATHS
+from jaxinfer.http.messages.reply import MessageReply
 from jaxinfer.http.metrics import Metrics
 from jaxinfer.http.openapi import document
-from jaxinfer.http.records import Records, Sink, note
+from jaxinfer.http.records import Records, Sink, note, request_id
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.responses.reply import response_reply
 from jaxinfer.http.responses.store import ResponseStore
@@ -38,6 +44,7 @@ CONTENT = {
     "/v1/chat/completions": "messages",
     "/v1/responses": "input",
     "/v1/embeddings": "input",
+    **dict.fromkeys(PATHS, "messages"),
 }
 """The fields with the texts of endpoints."""
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,11 +56,13 @@ class Server:
     Args:
       models: the models; closed when the server ends.
       limits: limits of clients.
+      keep_billing_header: as in `ServerConfig`.
     """
 
-    def __init__(self, models: ServedModels, limits: Limits):
+    def __init__(self, models: ServedModels, limits: Limits, *, keep_billing_header: bool = False):
         self.models, self.limits, self.started = models, limits, int(time.time())
         self.metrics, self.stored = Metrics(models), ResponseStore()
+        self._chat_of = functools.partial(chat_of, keep_billing_header=keep_billing_header)
 
     def choose(self, request: Request, name: str) -> ModelChoice:
         """Find the model that a request asks for; its response is counted as this model's. Raises as `find` does."""
@@ -89,6 +98,21 @@ class Server:
         if request.query_params.get("stream") == "true":
             raise BadRequestError("stream is not implemented for a stored response.", param="stream")
         return Response(self.stored.response(id), media_type="application/json")
+
+    async def messages(self, request: Request) -> Response:
+        """`POST /v1/messages`."""
+        body = decode(await self.limits.read_body(request), MessagesBody)
+        model, name, adapter = self.choose(request, body.model)
+        answer = await begin_chat(model, self._chat_of(body), adapter, self.limits)
+        return await self._respond(request, MessageReply(body, name, answer, request_id(request.scope)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        body = decode(await self.limits.read_body(request), CountTokensBody)
+        model, name, _ = self.choose(request, body.model)
+        prompt = await until_disconnect(request.receive, encode_chat(model, self._chat_of(body)))
+        note(request.scope, name, len(prompt.token_ids))
+        return _json({"input_tokens": len(prompt.token_ids)})
 
     async def _respond(self, request: Request, reply: AnyReply) -> Response:
         def count() -> None:
@@ -184,7 +208,9 @@ class Server:
             except (DisconnectedError, ClientDisconnect):
                 response = Response(status_code=499)
             except Exception as error:
-                response = error_response(error, CONTENT.get(path))
+                response = error_response(error, request.scope, CONTENT.get(path))
+            if path in PATHS and (id := request_id(request.scope)):
+                response.headers["Request-Id"] = id  # the name that Anthropic's clients look for
             only = self.models.only and self.models.only.name
             self.metrics.responded(getattr(request.state, "model", only or ""), path, response.status_code)
             return response
@@ -192,9 +218,15 @@ class Server:
         return Route(path, handle, methods=list(methods or ("GET",)))
 
 
-def make_app(models: ServedModels, limits: Limits, sinks: Iterable[Sink] = ()) -> Starlette:
-    """Make the application of models, some of which may be loaded later; see `jaxinfer.http.app`."""
-    server = Server(models, limits)
+def make_app(
+    models: ServedModels, limits: Limits, sinks: Iterable[Sink] = (), *, keep_billing_header: bool = False
+) -> Starlette:
+    """Make the application of models, some of which may be loaded later; see `jaxinfer.http.app`.
+
+    Args:
+      keep_billing_header: as in `ServerConfig`.
+    """
+    server = Server(models, limits, keep_billing_header=keep_billing_header)
     drain = Drain(lambda: asyncio.to_thread(models.close, drain=False))
 
     @contextlib.asynccontextmanager
@@ -208,6 +240,8 @@ def make_app(models: ServedModels, limits: Limits, sinks: Iterable[Sink] = ()) -
         server.guarded("/v1/responses", server.responses, "POST"),
         Route("/v1/responses/compact", _absent, methods=["POST"], include_in_schema=False),
         server.guarded("/v1/responses/{response_id}", server.stored_response, "GET", "DELETE"),
+        server.guarded("/v1/messages", server.messages, "POST"),
+        server.guarded("/v1/messages/count_tokens", server.count_tokens, "POST"),
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
         server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
@@ -244,12 +278,6 @@ def _cors(limits: Limits) -> list[Middleware]:
     ]
 
 
-def error_response(error: Exception, content: str | None = None) -> Response:
-    """The response to a request that ended with an error; `content` as in `describe`."""
-    status, body, headers = describe(error, content)
-    return Response(encode_error(body), status, headers, "application/json")
-
-
 async def _absent(request: Request) -> Response:
     """Say that there is no such endpoint; the path is no id of another one."""
     raise HTTPException(404)
@@ -258,7 +286,9 @@ async def _absent(request: Request) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = f"{request.method} {request.url.path}"
-    return error_response(BadRequestError(f"there is no endpoint {what}.", status=status, code="not_found"))
+    return error_response(
+        BadRequestError(f"there is no endpoint {what}.", status=status, code="not_found"), request.scope
+    )
 
 
 def _json(content: object) -> Response:

@@ -96,7 +96,7 @@ class Tools:
                 f"tool_choice names {shown(choice.function.name)}, which is none of tools.", param="tool_choice"
             )
         if choice == "required" and not names:
-            raise BadRequestError("tool_choice=required needs tools.", param="tool_choice")
+            raise BadRequestError("tool_choice demands a call, which needs tools.", param="tool_choice")
         self._choice = choice or "auto"
 
     @property

@@ -13,6 +13,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
 }
 """Paths whose requests have spans -> `gen_ai.operation.name`."""

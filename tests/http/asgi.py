@@ -26,7 +26,14 @@ class Answer:
         return [block.removeprefix("data: ") for block in text.split("\n\n") if block]
 
 
-ASKED_BY_NAME = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+ASKED_BY_NAME = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+)
 """The endpoints whose bodies must name the model; they name "tiny" unless they name another."""
 
 

@@ -14,12 +14,20 @@ pytest.importorskip("starlette")
 from jaxinfer import http
 from jaxinfer.http.bodies import ChatBody, CompletionBody
 from jaxinfer.http.embeddings import EmbeddingBody
+from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
 from tests.http.asgi import Client
 
 SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]}
+RESULT = {
+    "role": "user",
+    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [MESSAGES[1]["content"][0]]}],
+}
+ASKED = {"messages": [*MESSAGES, CALL, RESULT], "tools": [TOOL], "system": [{"type": "text", "text": "s"}]}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
 FLAT_SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "integer"}}
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -41,6 +49,13 @@ VALID = [
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "chat_template_kwargs": {"a": [1]}, "n": 2, **SHORT}),
     ("/v1/responses", ResponseBody, {"input": ITEMS, "tools": [FUNCTION], "store": False, **SHORT_RESPONSE}),
     ("/v1/responses", ResponseBody, {"input": "a", "text": {"format": FLAT_SCHEMA}, "stream": True, **SHORT_RESPONSE}),
+    ("/v1/messages", MessagesBody, {"max_tokens": 2, "thinking": {"type": "disabled"}, "stream": True, **ASKED}),
+    (
+        "/v1/messages",
+        MessagesBody,
+        {"max_tokens": 2, "tool_choice": {"type": "auto"}, "stop_sequences": ["a"], **ASKED},
+    ),
+    ("/v1/messages/count_tokens", CountTokensBody, ASKED),
     ("/v1/embeddings", EmbeddingBody, {"input": ["ab", "c"], "dimensions": 4, "encoding_format": "base64"}),
     ("/tokenize", TokenizeBody, {"prompt": "ab", "return_token_strs": True}),
     ("/tokenize", TokenizeBody, {"messages": MESSAGES}),
@@ -174,12 +189,18 @@ async def ask(client, path, content, counts):
     assert answer.status in (200, 400, 404), shown
     if answer.status != 200:
         error = json.loads(text)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}, shown
-        assert error["type"] == "invalid_request_error", shown
-        assert error["param"] or error["message"].startswith(NO_FIELD), shown
+        if path.startswith("/v1/messages"):
+            assert error.keys() == {"message", "type"}, shown
+            assert error["type"] in ("invalid_request_error", "not_found_error"), shown
+        else:
+            assert error.keys() == {"message", "type", "param", "code"}, shown
+            assert error["type"] == "invalid_request_error", shown
+            assert error["param"] or error["message"].startswith(NO_FIELD), shown
         assert len(text) < 2500, shown
     elif text.startswith(b"event: response.created"):
         assert text.splitlines()[-3].removeprefix(b"event: ") in ENDS, shown
+    elif text.startswith(b"event: "):
+        assert text.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n'), shown
     elif text.startswith(b"data: "):
         assert text.endswith(b"data: [DONE]\n\n"), shown
     else:

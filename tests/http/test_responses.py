@@ -226,8 +226,9 @@ def test_a_conversation_goes_on_from_response_to_response(ask):
     _, second = ask(saying("two", previous_response_id=first["id"]))
     _, third = ask(saying("three", previous_response_id=second["id"]))
     counts = [each["usage"]["input_tokens"] for each in (first, second, third)]
-    assert counts[1] - counts[0] == len("one;user:hi;assistant:")
-    assert counts[2] - counts[1] == len("two;user:hi;assistant:")
+    end = 1  # token
+    assert counts[1] - counts[0] == len("one") + end + len(";user:hi;assistant:")
+    assert counts[2] - counts[1] == len("two") + end + len(";user:hi;assistant:")
     assert third["previous_response_id"] == second["id"]
 
 

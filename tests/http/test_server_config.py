@@ -22,6 +22,7 @@ port = 80
 access_log = "access.jsonl"
 drain_timeout = 7
 otlp_endpoint = "http://localhost:4318"
+keep_billing_header = true
 cors_origins = ["https://chat.example"]
 timeout = 5
 max_body_bytes = 100
@@ -56,6 +57,7 @@ def test_a_file(tmp_path):
         access_log=str(tmp_path / "access.jsonl"),
         drain_timeout=7,
         otlp_endpoint="http://localhost:4318",
+        keep_billing_header=True,
         limits=Limits(timeout=5, max_body_bytes=100, api_keys=("key",), cors_origins=("https://chat.example",)),
         source=str(tmp_path / "serve.toml"),
         models={
