@@ -56,9 +56,7 @@ def chat(
             help="Arguments of the chat template as a JSON object, such as '{\"enable_thinking\": false}'.",
         ),
     ] = None,
-    hide_thinking: Annotated[
-        bool, typer.Option("--hide-thinking", help="Do not show what the model thinks, from <think> to </think>.")
-    ] = False,
+    hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show the model's reasoning.")] = False,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,

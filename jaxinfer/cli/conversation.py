@@ -5,15 +5,13 @@ import json
 from pathlib import Path
 from typing import Unpack
 
+from jaxinfer.cli.answers import AnswerPrinter
 from jaxinfer.cli.common import compile_for, length_note, note, read_text
-from jaxinfer.cli.thinking import BEGIN, AnswerPrinter
 from jaxinfer.disk_cache import write_atomically
 from jaxinfer.generation import LLM, FinishReason, Request, SamplingParams
 from jaxinfer.text import encode_chat
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages
-
-TAG_TOKENS = 16
-"""The most tokens of `<think>` and the blanks after it: one a character."""
+from jaxinfer.text.parsing import TAIL_TOKENS, AnswerFormat
 
 HELP = """\
 /help             show this list
@@ -34,7 +32,7 @@ class Conversation:
       llm: the model.
       params: how to answer.
       system: the system prompt, or None.
-      hide_thinking: whether a model's thinking is not printed; in a terminal it is dimmed otherwise.
+      hide_thinking: whether a model's reasoning is not printed; in a terminal it is dimmed otherwise.
       options: how the conversation is written as text.
     """
 
@@ -47,6 +45,11 @@ class Conversation:
         hide_thinking: bool = False,
         **options: Unpack[ChatOptions],
     ):
+        assert llm.tokenizer is not None, "the model chats"
+        self._tokenizer, template = llm.tokenizer, options.get("chat_template")
+        self._form = AnswerFormat.of_template(llm.tokenizer.chat_templates.text_of(template))
+        if self._form.reasoning and any(llm.tokenizer.special_id(each) is not None for each in self._form.markers):
+            params = dataclasses.replace(params, skip_special_tokens=False)
         self._llm, self._params, self._hides, self._options = llm, params, hide_thinking, options
         self._context = llm.engine.config.context
         self.messages: Messages = []
@@ -142,7 +145,7 @@ class Conversation:
         messages, request = self._request(messages)
         compile_for(self._llm, request)
         output, text = None, ""
-        printer = AnswerPrinter(opened=self._opens_thinking(request), hide=self._hides)
+        printer = AnswerPrinter(self._form.parser(opened=self._opens_reasoning(request)), hide=self._hides)
         stream = self._llm.stream([request])
         try:
             for output in stream:
@@ -152,13 +155,13 @@ class Conversation:
             stream.close()
             if text:
                 printer.end()
-                self.messages = [*messages, {"role": "assistant", "content": text}]
+                self.messages = [*messages, self._message(text, printer)]
             raise
         printer.end()
         assert output is not None, "a prepared request yields at least once"
         if (error := output.outputs[0].error) is not None:
             raise ValueError(error)
-        self.messages = [*messages, {"role": "assistant", "content": text}]
+        self.messages = [*messages, self._message(text, printer)]
         ended = length_note(output, self._params, self._context)
         if ended != FinishReason.STOP:
             note(f"[{ended}; /set max_tokens allows more]" if ended == FinishReason.LENGTH else f"[{ended}]")
@@ -180,11 +183,14 @@ class Conversation:
     def _encode(self, messages: Messages) -> list[int]:
         return encode_chat(self._llm.tokenizer, messages, **self._options)
 
-    def _opens_thinking(self, request: Request) -> bool:
-        """Return whether the template has begun the answer with `<think>`."""
-        assert self._llm.tokenizer is not None, "the conversation was encoded"
-        last = list(request.prompt_token_ids[-TAG_TOKENS:])
-        return self._llm.tokenizer.decode(last, skip_special_tokens=False).rstrip().endswith(BEGIN)
+    def _opens_reasoning(self, request: Request) -> bool:
+        """Return whether the template has begun the answer with reasoning."""
+        last = list(request.prompt_token_ids[-TAIL_TOKENS:])
+        return self._form.opens_reasoning(self._tokenizer.decode(last, skip_special_tokens=False))
+
+    def _message(self, text: str, printer: AnswerPrinter) -> dict[str, str]:
+        """The message of an answer. The template decides what the model sees of reasoning; of channels it takes one."""
+        return {"role": "assistant", "content": printer.content if self._form.has_channels else text}
 
 
 def _file(command: str, text: str) -> Path:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.cli.conversation import Conversation
-from jaxinfer.cli.thinking import Thinking
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.models.files.conversion import convert
@@ -197,43 +196,19 @@ def test_in_a_terminal(model_dir):
     os.close(ours)
 
 
-# Thinking
+# Reasoning
 
-
-def divided(pieces, *, opened=False):
-    """What is thinking, and what is not, of an answer that comes in these pieces."""
-    answer = Thinking(opened=opened)
-    texts = [text for piece in pieces for text in answer.push(piece)] + answer.flush()
-    assert "".join(text for text, _ in texts) == "".join(pieces)
-    return tuple("".join(text for text, thinks in texts if thinks is kind) for kind in (True, False))
-
-
-@pytest.mark.parametrize(
-    ("answer", "opened", "thinking"),
-    [
-        ("<think>a</think>\n\nb", False, "<think>a</think>"),
-        ("\n<think>\na < b </thin </think>c </think>", False, "\n<think>\na < b </thin </think>"),
-        ("<think>unfinished </thi", False, "<think>unfinished </thi"),
-        ("a</think>b", True, "a</think>"),
-        ("unfinished", True, "unfinished"),
-        ("<thin", False, ""),
-        ("<thinker>", False, ""),
-        ("The tag <think> begins it.", False, ""),
-        ("a</think>b", False, ""),
-        (" ", False, ""),
-    ],
-)
-def test_thinking_is_found_however_the_answer_is_cut(answer, opened, thinking):
-    cuts = [[answer], list(answer)]
-    cuts += [[answer[:at], answer[at:]] for at in range(len(answer))]
-    for pieces in cuts:
-        assert divided(pieces, opened=opened) == (thinking, answer.removeprefix(thinking)), pieces
+TEMPLATE = "{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}"
+MISTRAL = "{{ messages[-1].content }}{# [THINK] #}"
+HARMONY = "{{ messages[-1].content }}{# <|channel|> #}"
+CHANNELS = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
 
 
 def forced(llm, answer, **options):
     """A conversation whose answers are this text."""
     choice = StructuredOutputsParams(choice=(answer,))
-    return Conversation(llm, SamplingParams(temperature=0, max_tokens=60, structured_outputs=choice), **options)
+    options.setdefault("chat_template", TEMPLATE)
+    return Conversation(llm, SamplingParams(temperature=0, max_tokens=100, structured_outputs=choice), **options)
 
 
 @contextlib.contextmanager
@@ -254,20 +229,27 @@ def terminal(monkeypatch):
     os.close(ours)
 
 
-def test_thinking_is_dimmed_in_a_terminal(llm, monkeypatch, capsys):
-    talk = forced(llm, "<think>a</think>\n\nb")
+@pytest.mark.parametrize(
+    ("template", "answer", "kept"),
+    [
+        (TEMPLATE, "<think>a</think>\n\nb", "<think>a</think>\n\nb"),
+        (MISTRAL, "[THINK]a[/THINK]b", "[THINK]a[/THINK]b"),
+        (HARMONY, CHANNELS, "b"),
+    ],
+)
+def test_reasoning_is_dimmed_in_a_terminal(llm, monkeypatch, capsys, template, answer, kept):
+    talk = forced(llm, answer, chat_template=template)
     with terminal(monkeypatch) as read_until:
         talk.take("hi")
         shown = read_until("b\n")
-    dimmed = "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown))
-    assert dimmed == "<think>a</think>"
+    assert "".join(re.findall("\x1b\\[2m(.*?)\x1b\\[0m", shown)) == "a"
     assert re.sub("\x1b\\[2m.*?\x1b\\[0m", "", shown) == "\n\nb\n"
-    assert talk.messages[-1]["content"] == "<think>a</think>\n\nb"
+    assert talk.messages[-1]["content"] == kept
     talk.take("hi")  # where standard output is no terminal, it has the text alone
-    assert capsys.readouterr().out == "<think>a</think>\n\nb\n"
+    assert capsys.readouterr().out == answer + "\n"
 
 
-def test_thinking_is_hidden(llm, capsys):
+def test_reasoning_is_hidden(llm, capsys):
     talk = forced(llm, "<think>a</think>\n\nb", hide_thinking=True)
     talk.take("hi")
     assert capsys.readouterr().out == "b\n"
@@ -278,7 +260,7 @@ def test_thinking_is_hidden(llm, capsys):
     assert (printed.out, "[length; /set max_tokens allows more]" in printed.err) == ("\n", True)
 
 
-def test_a_template_that_begins_the_thinking(llm, capsys):
+def test_a_template_that_begins_the_reasoning(llm, capsys):
     template = "{{ messages[-1].content }}<think>\n{% if quick %}\n</think>{% endif %}\n"
     talk = forced(llm, "a</think>b", hide_thinking=True, chat_template=template)
     talk.take("hi")

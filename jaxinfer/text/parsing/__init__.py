@@ -4,7 +4,7 @@ A parser is a state machine that is fed with pieces of text. However the text is
 same. What is not a valid call is content.
 """
 
-from jaxinfer.text.parsing.families import AnswerFormat
+from jaxinfer.text.parsing.families import TAIL_TOKENS, AnswerFormat
 from jaxinfer.text.parsing.parser import AnswerParser, Part, TextPart, ToolCall
 
-__all__ = ["AnswerFormat", "AnswerParser", "Part", "TextPart", "ToolCall"]
+__all__ = ["TAIL_TOKENS", "AnswerFormat", "AnswerParser", "Part", "TextPart", "ToolCall"]

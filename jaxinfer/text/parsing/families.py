@@ -10,6 +10,9 @@ from jaxinfer.text.parsing.parser import AnswerParser, CallSyntax, MarkerParser,
 HARMONY = "openai"
 """The format of GPT-OSS, for calls and reasoning, by vLLM's name."""
 
+TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that show whether it ends within reasoning."""
+
 REASONING = {"think": ReasoningTags("<think>", "</think>"), "mistral": ReasoningTags("[THINK]", "[/THINK]")}
 """The markers of reasoning, by name."""
 
@@ -69,11 +72,16 @@ class AnswerFormat(NamedTuple):
         return REASONING.get(self.reasoning or "")
 
     @property
+    def has_channels(self) -> bool:
+        """Whether the model writes reasoning, content and calls in channels, as GPT-OSS does."""
+        return HARMONY in (self.calls, self.reasoning)
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """All markers that may be special tokens."""
         syntax = SYNTAXES.get(self.calls)
         calls = () if syntax is None else (syntax.begin, syntax.end, *syntax.ignored, *syntax.others)
-        harmony = (MESSAGE,) if HARMONY in (self.calls, self.reasoning) else ()
+        harmony = (MESSAGE,) if self.has_channels else ()
         return tuple(marker for marker in (*calls, *(self.tags or ()), *harmony) if marker)
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -92,7 +100,7 @@ class AnswerFormat(NamedTuple):
         """
         if forced is not None:
             return MarkerParser(self.tags, forced, schemas, opened=opened)
-        if HARMONY in (self.calls, self.reasoning):
+        if self.has_channels:
             return HarmonyParser(calls=schemas is not None)
         calls = None if schemas is None else SYNTAXES[self.calls]
         return MarkerParser(self.tags, calls, schemas, opened=opened)
