@@ -23,6 +23,7 @@ from jaxinfer import (
     MeshConfig,
     PoolingParams,
     SamplingParams,
+    StructuredOutputsParams,
     elastic,
     experts,
 )
@@ -181,6 +182,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
         "MeshConfig": MeshConfig,
         "PoolingParams": PoolingParams,
         "SamplingParams": lambda **o: llm.generate([[7]], SamplingParams(**{"max_tokens": 1} | o)),
+        "StructuredOutputsParams": lambda **o: StructuredOutputsParams(regex="a", reasoning_tags=("", "b"), **o),
         "ExecutorOptions": lambda **o: ExecutorOptions(**{"name": "a", "expert_memory": 1} | o),
         "ExpertConfig": lambda **o: ExpertConfig(name="a", checkpoint=board / "c0", **o),
         "InputKind": lambda **o: InputKind(name="a", expert="c0", **o),

@@ -62,6 +62,8 @@ _ReasoningTags = Annotated[
 class StructuredOutputsParams:
     r"""Constraints on a generated text, from its first character to its last: exactly one of the first four.
 
+    With `thinking_token_budget` none of them need be given: the text is then free.
+
     Attributes:
       json: JSON that satisfies this schema, given as a dict or as its text, kept as text without blanks.
         Properties come in the schema's order; `{}` is any JSON. Keywords: llguidance's docs/json_schema.md.
@@ -74,6 +76,8 @@ class StructuredOutputsParams:
         own `x-guidance` takes precedence.
       reasoning_tags: the markers around reasoning, which may come first and is free: `("<think>", "</think>")`. An
         empty first one means that the prompt ends within reasoning. None: the text has no reasoning.
+      thinking_token_budget: how many tokens may come between both markers; the model must then write the second one.
+        None: any number.
 
     Whether llguidance can compile it is known only when `GrammarCompiler.matcher` does.
 
@@ -87,13 +91,19 @@ class StructuredOutputsParams:
     choice: _Choices | None = None
     whitespace_pattern: str | None = None
     reasoning_tags: _ReasoningTags | None = None
+    thinking_token_budget: _AtLeast0 | None = None
 
     KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "grammar", "choice")
 
     def __post_init__(self) -> None:
         check_fields(self)
         given = [name for name in self.KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        if self.thinking_token_budget is not None and self.reasoning_tags is None:
+            raise ValueError(
+                "StructuredOutputsParams.thinking_token_budget must be given with reasoning_tags, "
+                f"got {self.thinking_token_budget} alone."
+            )
+        if len(given) > 1 or (not given and self.thinking_token_budget is None):
             raise ValueError(
                 f"StructuredOutputsParams needs exactly one of {', '.join(self.KINDS)}; "
                 f"got {', '.join(given) or 'none'}."
@@ -107,9 +117,9 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema_text(self.json))
 
     @property
-    def kind(self) -> str:
-        """The name of the attribute that is given."""
-        return next(name for name in self.KINDS if getattr(self, name) is not None)
+    def kind(self) -> str | None:
+        """The name of the attribute that is given; None: the text is free."""
+        return next((name for name in self.KINDS if getattr(self, name) is not None), None)
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

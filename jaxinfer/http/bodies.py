@@ -170,6 +170,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     def params(self) -> dict[str, Any]:
         """The options of `SamplingParams`."""

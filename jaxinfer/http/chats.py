@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxinfer.generation.api.async_llm import OutputStream
 from jaxinfer.generation.engine.view import CompletionSnapshot, RequestSnapshot
-from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.http.bodies import text_alone
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
@@ -30,6 +30,7 @@ class Chat:
       sampling: options of `SamplingParams`.
       template: options of `ChatOptions`, but tools.
       reasoning_effort: how much the model is to reason, for templates that can say so.
+      thinking_token_budget: how many tokens reasoning may take; None: any number.
     """
 
     messages: list[dict[str, Any]]
@@ -37,6 +38,7 @@ class Chat:
     sampling: dict[str, Any]
     template: dict[str, Any]
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
 
 
 class ChatAnswer(NamedTuple):
@@ -183,12 +185,20 @@ def _constrained(chat: Chat, form: AnswerFormat, opened: bool) -> dict[str, Any]
     sampling, forced = dict(chat.sampling), chat.tools.constraint()
     if forced is not None and "structured_outputs" in sampling:
         raise BadRequestError("tool_choice and the response's format both give the answer's form.", param="tool_choice")
-    constraint = forced or sampling.get("structured_outputs")
+    constraint, budget = forced or sampling.get("structured_outputs"), chat.thinking_token_budget
+    if budget is not None and form.tags is None:
+        raise BadRequestError(
+            "thinking_token_budget: the model's chat template has no markers of reasoning, such as <think>.",
+            param="thinking_token_budget",
+        )
+    limit: dict[str, Any] = {} if budget is None else {"thinking_token_budget": budget}
+    if form.tags is not None and (constraint is None or constraint.reasoning_tags is None):
+        begin, end = form.tags
+        limit["reasoning_tags"] = ("" if opened else begin, end)
     if constraint is not None:
-        if form.tags is not None and constraint.reasoning_tags is None:
-            begin, end = form.tags
-            constraint = dataclasses.replace(constraint, reasoning_tags=("" if opened else begin, end))
-        sampling["structured_outputs"] = constraint
+        sampling["structured_outputs"] = dataclasses.replace(constraint, **limit)
+    elif budget is not None:
+        sampling["structured_outputs"] = StructuredOutputsParams(**limit)
     return sampling
 
 

@@ -300,6 +300,7 @@ async def chat_reply(model: ServedModel, body: ChatBody, name: str, adapter: str
         sampling=body.params(),
         template=body.template_options(),
         reasoning_effort=body.reasoning_effort,
+        thinking_token_budget=body.thinking_token_budget,
     )
     return ChatReply(body, name, await begin_chat(model, chat, adapter, limits))
 

@@ -67,22 +67,22 @@ def grammar_of(*, kind: str, value: Any, whitespace_pattern: str | None) -> str:
             return llguidance.LLMatcher.grammar_from_lark(value)
 
 
-def after_reasoning(grammar: str, begin: str, end: str, special_ids: Mapping[str, int]) -> str:
+def after_reasoning(grammar: str, begin: str, end: str, marker_ids: Mapping[str, int]) -> str:
     """Let free text come before what a grammar describes.
 
     Args:
       grammar: a grammar of `grammar_of`.
       begin: the marker before the free text, which then may be missing; empty: the free text comes at once.
       end: the marker after it.
-      special_ids: the special tokens among both markers, which are no text.
+      marker_ids: those of both markers that are tokens of their own, which are no text.
     """
     inner = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
-    if (id_ := special_ids.get(end)) is None:
+    if (id_ := marker_ids.get(end)) is None:
         free = f"free[suffix={json.dumps(end)}]: /(?s:.*)/"
     else:
         free = f"free: /(?s:.*)/ <[{id_}]>"
     if begin:
-        first = f"<[{special_ids[begin]}]>" if begin in special_ids else json.dumps(begin)
+        first = f"<[{marker_ids[begin]}]>" if begin in marker_ids else json.dumps(begin)
         start = f"start: reasoning? @answer\nreasoning: {first} free BLANKS?"
     else:
         start = "start: free BLANKS? @answer"

@@ -44,6 +44,8 @@ def others(params, field, value):
     if params is StructuredOutputsParams:
         if field == "whitespace_pattern":
             return {"json": {}}
+        if field in ("reasoning_tags", "thinking_token_budget"):
+            return {"regex": "a"} | ({} if field == "reasoning_tags" else {"reasoning_tags": ("", "a")})
         return {} if value is not None else {"regex": "a"} if field == "choice" else {"choice": ("a",)}
     return OTHERS.get(params, {})
 
@@ -97,6 +99,7 @@ WRONG = [
     (SamplingParams, {"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     (PoolingParams, {"priority": "high"}, r"priority must be an integer in \[-1000, 1000\], got 'high'"),
     (BeamSearchParams, {"stop_token_ids": {1: 2}}, "stop_token_ids must be at most 16 token ids, got {1: 2}"),
+    (StructuredOutputsParams, {"thinking_token_budget": 4}, "thinking_token_budget must be given with reasoning_tags"),
     (StructuredOutputsParams, {"json": {"const": {1}}}, "json must be a dict or the text of a JSON object"),
     (StructuredOutputsParams, {"json": "[" * 100_000}, "json is not JSON"),
 ]

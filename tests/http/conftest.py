@@ -18,18 +18,24 @@ def async_llm(model_dir):
 
 
 @pytest.fixture(scope="session")
-def agent_llm(tmp_path_factory):
+def agent_dir(tmp_path_factory):
     """A model whose chat template knows tools and reasoning, with room for them."""
     import dataclasses
 
-    from jaxinfer import AsyncLLM
-    from tests.generation.few_programs import few_programs
     from tests.tiny import AGENT_TEMPLATE, ONE_KIND, save_tiny
 
     config = dataclasses.replace(ONE_KIND, context=4096, layers=1)
-    path = save_tiny(tmp_path_factory.mktemp("models") / "agent", config=config, chat_template=AGENT_TEMPLATE)
+    return save_tiny(tmp_path_factory.mktemp("models") / "agent", config=config, chat_template=AGENT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def agent_llm(agent_dir):
+    """A model that calls tools and reasons."""
+    from jaxinfer import AsyncLLM
+    from tests.generation.few_programs import few_programs
+
     with few_programs():
-        llm = AsyncLLM(path, max_waiting=64, max_batch=4, token_budget=256, chunk_size=256)
+        llm = AsyncLLM(agent_dir, max_waiting=64, max_batch=4, token_budget=256, chunk_size=256)
     yield llm
     llm.close()
 

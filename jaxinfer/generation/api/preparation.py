@@ -79,7 +79,8 @@ class Preparation:
 
 
 def _check_grammar(sandbox: Sandbox, params: StructuredOutputsParams) -> None:
-    sandbox.call(**grammar_arguments(params))
+    if params.kind is not None:
+        sandbox.call(**grammar_arguments(params))
 
 
 def _is_quick(sandbox: Sandbox, params: StructuredOutputsParams) -> bool:

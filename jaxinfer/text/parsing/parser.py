@@ -150,7 +150,7 @@ class MarkerParser(AnswerParser):
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state == self._reason
+        return self._state == self._reason or (self._opened and self._state == self._begin)
 
     def push(self, piece: str) -> list[Part]:
         if not self._buffer and self._is_plain(piece):  # as most pieces are
