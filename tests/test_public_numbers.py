@@ -170,6 +170,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
         "AsyncLLM.close": lambda **o: AsyncLLM(model_dir, max_batch=1, context=32).close(**o),
         "AsyncLLM.chat": lambda **o: asyncio.run(served.chat(hello, one, **o).final()),
         "AsyncLLM.embed": lambda **o: asyncio.run(served.embed(**{"texts": [[7]]} | o)),
+        "AsyncLLM.check_room": served.check_room,
         "AsyncLLM.generate": lambda **o: asyncio.run(
             served.generate(**{"prompt": [7]} | o, sampling_params=one).final()
         ),
