@@ -187,10 +187,12 @@ def _constrained(chat: Chat, form: AnswerFormat, opened: bool) -> dict[str, Any]
         raise BadRequestError("tool_choice and the response's format both give the answer's form.", param="tool_choice")
     constraint, budget = forced or sampling.get("structured_outputs"), chat.thinking_token_budget
     if budget is not None and form.tags is None:
-        raise BadRequestError(
-            "thinking_token_budget: the model's chat template has no markers of reasoning, such as <think>.",
-            param="thinking_token_budget",
-        )
+        if form.reasoning is not None:
+            raise BadRequestError(
+                "thinking_token_budget: the model reasons in channels, and not between markers such as <think>.",
+                param="thinking_token_budget",
+            )
+        budget = None  # it does not reason
     limit: dict[str, Any] = {} if budget is None else {"thinking_token_budget": budget}
     if form.tags is not None and (constraint is None or constraint.reasoning_tags is None):
         begin, end = form.tags

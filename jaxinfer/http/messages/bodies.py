@@ -104,7 +104,7 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
       type: "disabled": not, if its chat template can say so; then no answer shows reasoning.
-      budget_tokens: changes nothing.
+      budget_tokens: the most tokens of reasoning.
       display: "omitted": the answer has blocks of thinking without their texts.
     """
 
@@ -155,7 +155,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
     def params(self) -> dict[str, Any]:
         """The options of `SamplingParams`. Raises BadRequestError."""
-        # A limit of reasoning tokens would be another option here, of thinking.budget_tokens.
         form = self.output_config and self.output_config.format
         if form and self.structured_outputs is not None:
             raise BadRequestError("give output_config.format or structured_outputs, not both.", param="output_config")

@@ -55,6 +55,7 @@ def chat_of(body: CountTokensBody, *, keep_billing_header: bool = False) -> Chat
         sampling=body.params() if isinstance(body, MessagesBody) else {},
         template=template,
         reasoning_effort=effort and _EFFORTS.get(effort, effort),
+        thinking_token_budget=body.thinking and body.thinking.budget_tokens,
     )
 
 
