@@ -50,6 +50,7 @@ TOOLS = {
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
     "tests/conformance/openai_python.py": {"openai", "pydantic"},
+    "tests/conformance/openai_responses.py": {"openai", "pydantic"},
     "tests/goldens/make_default_goldens.py": {"transformers"},
     "tests/goldens/make_field_goldens.py": {"torch", "transformers"},
     "tests/goldens/make_generation_goldens.py": {"transformers"},
