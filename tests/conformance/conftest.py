@@ -12,6 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,27 @@ def save_model_that_ends(path):
     }
     model = random_model(dataclasses.replace(CONFIG, context=1024))
     save_model(path, model, family="tiny", tokenizer=files, eos_ids=tuple(range(94, 110)))
+    return path
+
+
+def save_model_that_calls(path):
+    """A tiny model that writes short JSON where it must write any, without reasoning, and else ends soon."""
+    from jaxinfer.models.files.loading import save_model
+    from tests.tiny import AGENT_TEMPLATE, CONFIG, byte_tokenizer, random_model
+
+    tokenizer = byte_tokenizer()
+    model = random_model(dataclasses.replace(CONFIG, context=2048))
+    table, head = model.embed.table, model.head.weight
+    likely = np.zeros(table.shape[0])
+    for text, value in (('"', 1.2), ("]}", 1), ("[{", 0.8), ("<end>", 1), ("<", -2)):
+        likely[tokenizer.encode(text).ids] = value
+    table[...] = table[...].at[:, 0].set(200)  # so that all states are alike, but for little
+    head[...] = head[...].at[:, 0].set(likely)
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": AGENT_TEMPLATE}).encode(),
+    }
+    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,))
     return path
 
 
@@ -64,13 +86,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model, log, *options, port=None, key=None):
-    """A server from when it is ready until SIGTERM has ended it. port: None: any free one. key: clients need it."""
+def serving(models, log, *options, port=None, key=None):
+    """A server from when it is ready until SIGTERM has ended it.
+
+    Args:
+      models: one, or several.
+      port: None: any free one.
+      key: the key that clients need.
+    """
     if port is None:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             port = listening.getsockname()[1]
-    command = [sys.executable, "-m", "jaxinfer", "serve", str(model), "--port", str(port), *options]
+    paths = map(str, models if isinstance(models, list) else [models])
+    command = [sys.executable, "-m", "jaxinfer", "serve", *paths, "--port", str(port), *options]
     environment = {name: value for name, value in os.environ.items() if name != "JAXINFER_API_KEY"}
     environment |= {} if key is None else {"JAXINFER_API_KEY": key}
     with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
@@ -115,6 +144,15 @@ def server(model_that_ends, tmp_path_factory):
     with serving(model_that_ends, log, "--max-batch", "8", "--max-body-bytes", "100000") as server:
         yield server
     assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.fixture(scope="session")
+def agents(model_that_ends, tmp_path_factory):
+    """A server of two models, of which "agent" calls functions when it must."""
+    folder = tmp_path_factory.mktemp("agents")
+    with serving([save_model_that_calls(folder / "agent"), model_that_ends], folder / "log") as server:
+        yield server
+    assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()
 
 
 @pytest.fixture(scope="session")

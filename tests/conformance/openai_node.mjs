@@ -32,6 +32,13 @@ await assert.rejects(client.completions.create({ model, prompt: "a", temperature
 });
 await assert.rejects(client.chat.completions.create({ model: "none", messages }), OpenAI.NotFoundError);
 
+const asked = { model, input: "hi", structured_outputs: { regex: "[a-z]{5}" }, temperature: 0 };
+const response = await client.responses.create(asked);
+assert.equal(response.output_text.length, 5);
+const final = await client.responses.stream(asked).finalResponse();
+assert.equal(final.output_text, response.output_text);
+assert.equal((await client.responses.retrieve(final.id)).output[0].id, final.output[0].id);
+
 const stream = await client.completions.create({ prompt: "a", stream: true, ...short, max_tokens: 900 });
 for await (const chunk of stream) {
   assert.equal(chunk.model, model);

@@ -130,6 +130,12 @@ def errors():
     refused(openai.NotFoundError, 404, "model", lambda: client.models.retrieve("none"))
     refused(openai.APIStatusError, 413, None, lambda: ask(prompt="a" * 200_000))
     refused(openai.BadRequestError, 400, "model", lambda: ask(model=None))
+    refused(
+        openai.BadRequestError,
+        400,
+        "tools[0].type",
+        lambda: client.chat.completions.create(model=MODEL, messages=USER, tools=[{"type": "web_search"}]),
+    )
     try:
         client.with_options(timeout=0.01).completions.create(model=MODEL, prompt="a", max_tokens=900, **ON)
     except openai.APITimeoutError:

@@ -1,5 +1,6 @@
 """Clients of the OpenAI API, and checkers of it, find what they expect at a server process."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,14 +10,11 @@ import pytest
 from tests.conformance.conftest import TOOLS, serving
 
 HERE = Path(__file__).parent
-CHATS = [
-    "basic-response",
-    "error-handling",
-    "multi-turn",
-    "streaming-response",
-    "streaming-usage",
-    "system-prompt",
-    "tool-calling",
+CHATS = ["basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage"]
+OF_AGENTS = ["tool-calling", "error-handling"]
+RESPONSES = [
+    *("basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage", *OF_AGENTS),
+    *("assistant-phase", "response-output-phase-schema", "compact-response", "compact-missing-model"),
 ]
 NOT_FOR_US = {
     "image-input": "the models take text alone, and images are refused",
@@ -51,6 +49,12 @@ def test_limits_by_the_openai_client(model_that_ends, tool, tmp_path):
     assert done.split() == ["keys", "overload"]
 
 
+def test_the_openai_client_of_responses(agents, tool):
+    done = tool("python", HERE / "openai_responses.py", agents.url, "agent")
+    assert done.split()[-1] == "ends"
+    agents.until_idle()
+
+
 def test_the_openai_client_of_npm(server, tool):
     del tool  # its environment has the package
     node = shutil.which("node")
@@ -62,13 +66,27 @@ def test_the_openai_client_of_npm(server, tool):
     server.until_idle()
 
 
+@pytest.mark.parametrize(
+    ("kind", "prefix", "names"),
+    [("openai-chat", "chat-", [*CHATS, *OF_AGENTS]), ("open-responses", "", RESPONSES)],
+)
+def test_which_tests_of_llm_comply_are_run(tool, kind, prefix, names):
+    listed = re.findall(r"^  ([\w-]+)  ", tool("llm-comply", "--list", "--format", kind), re.MULTILINE)
+    assert {*listed} == {f"{prefix}{name}" for name in (*names, *NOT_FOR_US)}
+
+
+def comply(tool, server, model, kind, names):
+    options = ["--format", kind, "--filter", ",".join(names), "--verbose"]
+    tool("llm-comply", *options, "--base-url", f"{server.url}/v1", "--api-key", "none", "--model", model)
+
+
 def test_llm_comply(server, tool):
-    listed = tool("llm-comply", "--list", "--format", "openai-chat")
-    assert {word for word in listed.split() if word.startswith("chat-")} == {
-        f"chat-{name}" for name in (*CHATS, *NOT_FOR_US)
-    }
-    options = ["--format", "openai-chat", "--filter", ",".join(f"chat-{name}" for name in CHATS), "--verbose"]
-    tool("llm-comply", *options, "--base-url", f"{server.url}/v1", "--api-key", "none", "--model", "tiny")
+    comply(tool, server, "tiny", "openai-chat", [f"chat-{name}" for name in CHATS])
+
+
+def test_llm_comply_with_agents(agents, tool):
+    comply(tool, agents, "agent", "openai-chat", [f"chat-{name}" for name in OF_AGENTS])
+    comply(tool, agents, "agent", "open-responses", RESPONSES)
 
 
 def test_schemathesis_finds_no_fault_of_the_server(server, tool, tmp_path):
