@@ -298,7 +298,7 @@ def test_reasoning_for_clients_that_send_back_nothing_else(ask):
     assert response["output"][0]["encrypted_content"] == "plain:Hm."
 
 
-def test_a_failure_in_mid_stream_is_the_last_event(stream, agent_llm, monkeypatch):
+def test_a_failure_in_mid_stream_is_the_last_event(ask, stream, agent_llm, monkeypatch):
     collect, steps = agent_llm.engine.executor.collect, itertools.count()
 
     def fails(step):
@@ -313,6 +313,7 @@ def test_a_failure_in_mid_stream_is_the_last_event(stream, agent_llm, monkeypatc
     failed = events[-1]["response"]
     assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert failed["output"][0]["status"] == "incomplete"
+    assert ask(b"", "GET", f"/v1/responses/{failed['id']}")[0] == 404
 
 
 @pytest.mark.parametrize(
