@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-conformance"
 SURE_TO_START = 300.0
+AGENT = "claude-4-tiny"
+END = "<end>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
 
 
@@ -54,6 +56,52 @@ def save_model_that_calls(path):
     }
     save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,))
     return path
+
+
+NEXT = {
+    ":": 'H[{"',
+    "H": "i",
+    "i": ".",
+    ".": END,
+    ">": "W",
+    "W": "e",
+    "e": "l",
+    "l": END,
+    '"': "a}",
+    "a": '"',
+    "}": "}]",
+    "{": '"',
+}
+"""What follows a character, the likeliest first: an answer is "Hi.", reasoning "Wel", and a string in JSON "a"."""
+
+
+def save_model_that_answers(path):
+    """A tiny model that looks at the last token alone, and whose chat template knows tools and reasoning.
+
+    It is greedy, and its answers are short and not empty.
+    """
+    from jaxinfer.models.files.loading import save_model
+    from tests.tiny import AGENT_TEMPLATE, ONE_KIND, byte_tokenizer, name_sampling, random_model
+
+    tokenizer = byte_tokenizer()
+    model = random_model(dataclasses.replace(ONE_KIND, context=1024, layers=1))
+    embeddings = np.zeros(model.embed.table.shape, np.float32)
+    head = np.zeros_like(embeddings)
+    for dimension, (before, others) in enumerate(NEXT.items()):
+        embeddings[tokenizer.token_to_id(before), dimension] = 1
+        for rank, after in enumerate([others] if others == END else others):
+            head[tokenizer.token_to_id(after), dimension] = 4 - rank
+    layer = model.layers[0]
+    for weight in (layer.attention.out.weight, layer.mlp.down.weight):
+        weight[...] = np.zeros(weight.shape, weight.dtype)
+    model.embed.table[...], model.head.weight[...] = embeddings, head
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": AGENT_TEMPLATE}).encode(),
+    }
+    source = path.with_name("source")
+    save_model(source, model, family="tiny", tokenizer=files, eos_ids=(tokenizer.token_to_id(END),))
+    return name_sampling(source, path, temperature=0.0)
 
 
 @dataclasses.dataclass
@@ -153,6 +201,16 @@ def agents(model_that_ends, tmp_path_factory):
     with serving([save_model_that_calls(folder / "agent"), model_that_ends], folder / "log") as server:
         yield server
     assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()
+
+
+@pytest.fixture(scope="session")
+def agent_server(tmp_path_factory):
+    """A server of a model with tools and reasoning, under a name of which clients expect both."""
+    folder = tmp_path_factory.mktemp("agents")
+    model = save_model_that_answers(folder / "tiny")
+    with serving(model, folder / "log", "--max-batch", "8", "--name", AGENT) as server:
+        yield server
+    assert "Traceback" not in server.log.read_text(), server.log.read_text()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Clients of the OpenAI API, and checkers of it, find what they expect at a server process."""
+"""Clients of the OpenAI API and of Anthropic's, and checkers of both, find what they expect at a server process."""
 
 import re
 import shutil
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.conftest import TOOLS, serving
+from tests.conformance.conftest import AGENT, TOOLS, serving
+from tests.tiny import byte_tokenizer
 
 HERE = Path(__file__).parent
 CHATS = ["basic-response", "system-prompt", "multi-turn", "streaming-response", "streaming-usage"]
@@ -21,6 +22,18 @@ NOT_FOR_US = {
     "reasoning-summary": "it is for models of OpenAI, and skips itself",
 }
 """Tests of llm-comply that are left out, and why."""
+MESSAGES = [
+    "basic-response",
+    "system-prompt",
+    "multi-turn",
+    "tool-calling",
+    "streaming-response",
+    "streaming-usage",
+    "thinking-display",
+    "error-handling",
+]
+NO_MESSAGES = {"image-input": "the models take text alone, and images are refused"}
+"""Tests of llm-comply for Anthropic's API that are left out, and why."""
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +100,23 @@ def test_llm_comply(server, tool):
 def test_llm_comply_with_agents(agents, tool):
     comply(tool, agents, "agent", "openai-chat", [f"chat-{name}" for name in OF_AGENTS])
     comply(tool, agents, "agent", "open-responses", RESPONSES)
+
+
+def test_the_anthropic_client(agent_server, tool):
+    nothing = byte_tokenizer().encode("\0").ids[0]
+    done = tool("python", HERE / "anthropic_python.py", agent_server.url, AGENT, nothing)
+    assert done.split()[-1] == "leaving"
+    agent_server.until_idle()
+
+
+def test_llm_comply_with_messages(agent_server, tool):
+    listed = tool("llm-comply", "--list", "--format", "anthropic")
+    assert {word for word in listed.split() if word.startswith("anth-")} == {
+        f"anth-{name}" for name in (*MESSAGES, *NO_MESSAGES)
+    }
+    options = ["--format", "anthropic", "--filter", ",".join(f"anth-{name}" for name in MESSAGES), "--verbose"]
+    done = tool("llm-comply", *options, "--base-url", f"{agent_server.url}/v1", "--api-key", "none", "--model", AGENT)
+    assert "skip" not in done.lower()
 
 
 def test_schemathesis_finds_no_fault_of_the_server(server, tool, tmp_path):

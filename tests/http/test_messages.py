@@ -118,6 +118,10 @@ def alike(message):
     return message | {"id": None, "content": content, "usage": usage}
 
 
+def said(text):
+    return {"type": "text", "text": text, "citations": None}
+
+
 def prompt_tokens(message):
     return message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
 
@@ -126,9 +130,9 @@ def test_thinking_text_and_calls(ask):
     whole, events = ask(saying(f"{THINK}I look.{CALLS}", **TOOLS))
     expected = [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "text", "text": "I look."},
-        {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}},
-        {"type": "tool_use", "name": "now", "input": {}},
+        said("I look."),
+        {"type": "tool_use", "name": "weather", "input": {"city": "Rome"}, "caller": {"type": "direct"}},
+        {"type": "tool_use", "name": "now", "input": {}, "caller": {"type": "direct"}},
     ]
     streamed = joined(events)
     assert alike(whole)["content"] == expected
@@ -224,7 +228,7 @@ def test_fields_become_options():
 
 def test_a_text_is_continued(ask):
     whole, _ = ask(saying("c", messages=[*USER, {"role": "assistant", "content": "ab"}]))
-    assert whole["content"] == [{"type": "text", "text": "c"}]
+    assert whole["content"] == [said("c")]
     assert prompt_tokens(whole) == prompt_tokens(ask(saying("c"))[0]) + len("ab")
 
 
@@ -253,8 +257,8 @@ def test_the_end_of_the_context(ask):
 @pytest.mark.parametrize(
     ("thinking", "blocks"),
     [
-        (None, [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Yes."}]),
-        ({"type": "disabled"}, [{"type": "text", "text": "Yes."}]),
+        (None, [{"type": "thinking", "thinking": "Hm.", "signature": ""}, said("Yes.")]),
+        ({"type": "disabled"}, [said("Yes.")]),
     ],
 )
 def test_thinking(ask, thinking, blocks):
@@ -265,7 +269,7 @@ def test_thinking(ask, thinking, blocks):
 def test_thinking_that_the_prompt_opens(ask):
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     whole, events = ask(saying("Hm.</think>Yes.", thinking=thinking))
-    expected = [{"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": "Yes."}]
+    expected = [{"type": "thinking", "thinking": "", "signature": ""}, said("Yes.")]
     assert whole["content"] == joined(events)["content"] == expected
     assert whole["usage"]["output_tokens_details"]["thinking_tokens"] >= 3
 
@@ -290,7 +294,7 @@ def test_one_call_at_most(ask):
 
 def test_no_call(ask):
     whole, _ = ask(saying(CALLS, **TOOLS, tool_choice={"type": "none"}))
-    assert whole["content"] == [{"type": "text", "text": CALLS}]
+    assert whole["content"] == [said(CALLS)]
 
 
 def test_a_form_of_the_answer(ask):

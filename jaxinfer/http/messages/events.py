@@ -29,11 +29,11 @@ def whole_blocks(parts: Iterable[Part], new_call_id: Callable[[], str]) -> list[
 def _text_block(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _call_block(call: ToolCall, id: str, input: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": id, "name": call.name, "input": input}
+    return {"type": "tool_use", "id": id, "name": call.name, "input": input, "caller": {"type": "direct"}}
 
 
 class BlockEvents:

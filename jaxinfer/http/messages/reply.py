@@ -50,7 +50,7 @@ class MessageReply:
         completion = snapshot.completions[0]
         content = whole_blocks(self._visible(self._parts.advance(completion)), self._new_call_id)
         usage = self._end()
-        return msgspec.json.encode(self._message(content, usage, **self._stop(completion)))
+        return msgspec.json.encode(self._message(content, usage, self._stop(completion)))
 
     def events(self, ended: Callable[[], None]) -> EventStream[RequestSnapshot]:
         """The events of a stream. ended: called before the last ones are sent."""
@@ -72,11 +72,12 @@ class MessageReply:
         new = self._parts.advance(snapshot.completions[0], seen and seen.completions[0])
         events = self._events.push(self._visible(new))
         if seen is None:
-            message = self._message([], _usage(usage_of([snapshot])), stop_reason=None, stop_sequence=None)
-            return event("message_start", message=message) + events
+            return (
+                event("message_start", message=self._message([], _usage(usage_of([snapshot])), _ended(None))) + events
+            )
         return events or None
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], **stop: str | None) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], stop: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -84,7 +85,7 @@ class MessageReply:
             "model": self.model,
             "content": content,
             **stop,
-            "usage": usage,
+            "usage": usage | {"cache_creation": None, "inference_geo": None, "service_tier": "standard"},
         }
 
     def _visible(self, parts: Iterable[Part]) -> list[Part]:
@@ -100,21 +101,24 @@ class MessageReply:
 
     def _end(self) -> dict[str, Any]:
         """Count the tokens of the request."""
-        reasoning = self._answer.end(self.newest[0])
-        self.usage = usage_of(self.newest.values(), reasoning)
-        return _usage(self.usage) | {"output_tokens_details": {"thinking_tokens": reasoning}}
+        self.usage = usage_of(self.newest.values(), self._answer.end(self.newest[0]))
+        return _usage(self.usage)
 
-    def _stop(self, completion: CompletionSnapshot) -> dict[str, str | None]:
+    def _stop(self, completion: CompletionSnapshot) -> dict[str, Any]:
         """The reason for which the answer ended, and the sequence that ended it."""
         sequence = completion.stop_reason
         reason = self._parts.finish_reason(completion)
         if reason == "stop" and isinstance(sequence, str) and sequence in (self.body.stop_sequences or []):
-            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+            return _ended("stop_sequence", sequence)
         if reason == "length":
             count = completion.num_tokens - len(self.newest[0].prompt_token_ids)
-            cut = "max_tokens" if count >= self.body.max_tokens else "model_context_window_exceeded"
-            return {"stop_reason": cut, "stop_sequence": None}
-        return {"stop_reason": "tool_use" if reason == "tool_calls" else "end_turn", "stop_sequence": None}
+            return _ended("max_tokens" if count >= self.body.max_tokens else "model_context_window_exceeded")
+        return _ended("tool_use" if reason == "tool_calls" else "end_turn")
+
+
+def _ended(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
+    """The fields that say why an answer ended."""
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -125,4 +129,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
+        "server_tool_use": None,
     }
