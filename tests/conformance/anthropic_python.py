@@ -111,7 +111,7 @@ def errors():
     image = {"type": "image", "source": {"type": "url", "url": "http://none"}}
     refused(anthropic.BadRequestError, "temperature", ask(extra_body={"temperature": -1}))
     refused(anthropic.BadRequestError, "'image'", ask(messages=[{"role": "user", "content": [image]}]))
-    refused(anthropic.BadRequestError, "prompt is too long", ask(system="a" * 2000))
+    refused(anthropic.BadRequestError, "prompt is too long", ask(system="a" * 3000))
     refused(anthropic.BadRequestError, "web_search", ask(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
     refused(anthropic.NotFoundError, "none", ask(model="none"))
 

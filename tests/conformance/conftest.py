@@ -37,27 +37,6 @@ def save_model_that_ends(path):
     return path
 
 
-def save_model_that_calls(path):
-    """A tiny model that writes short JSON where it must write any, without reasoning, and else ends soon."""
-    from jaxinfer.models.files.loading import save_model
-    from tests.tiny import AGENT_TEMPLATE, CONFIG, byte_tokenizer, random_model
-
-    tokenizer = byte_tokenizer()
-    model = random_model(dataclasses.replace(CONFIG, context=2048))
-    table, head = model.embed.table, model.head.weight
-    likely = np.zeros(table.shape[0])
-    for text, value in (('"', 1.2), ("]}", 1), ("[{", 0.8), ("<end>", 1), ("<", -2)):
-        likely[tokenizer.encode(text).ids] = value
-    table[...] = table[...].at[:, 0].set(200)  # so that all states are alike, but for little
-    head[...] = head[...].at[:, 0].set(likely)
-    files = {
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps({"chat_template": AGENT_TEMPLATE}).encode(),
-    }
-    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,))
-    return path
-
-
 NEXT = {
     ":": 'H[{"',
     "H": "i",
@@ -84,7 +63,7 @@ def save_model_that_answers(path):
     from tests.tiny import AGENT_TEMPLATE, ONE_KIND, byte_tokenizer, name_sampling, random_model
 
     tokenizer = byte_tokenizer()
-    model = random_model(dataclasses.replace(ONE_KIND, context=1024, layers=1))
+    model = random_model(dataclasses.replace(ONE_KIND, context=2048, layers=1))
     embeddings = np.zeros(model.embed.table.shape, np.float32)
     head = np.zeros_like(embeddings)
     for dimension, (before, others) in enumerate(NEXT.items()):
@@ -198,7 +177,7 @@ def server(model_that_ends, tmp_path_factory):
 def agents(model_that_ends, tmp_path_factory):
     """A server of two models, of which "agent" calls functions when it must."""
     folder = tmp_path_factory.mktemp("agents")
-    with serving([save_model_that_calls(folder / "agent"), model_that_ends], folder / "log") as server:
+    with serving([save_model_that_answers(folder / "agent"), model_that_ends], folder / "log") as server:
         yield server
     assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()
 

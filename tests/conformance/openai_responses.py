@@ -14,7 +14,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 URL, MODEL = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120)
 ASK = {"model": MODEL, "input": "hi", "extra_body": {"seed": 1}}
-FIVE = {"extra_body": {"seed": 1, "structured_outputs": {"regex": "[a-z]{5}"}}}
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -46,9 +45,9 @@ def streamed(**options):
 
 
 def texts():
-    whole = checked(client.responses.create(**ASK | FIVE))
-    assert (whole.status, len(whole.output_text)) == ("completed", 5)
-    assert streamed(**FIVE).output_text == whole.output_text
+    whole = checked(client.responses.create(**ASK))
+    assert (whole.status, whole.output_text) == ("completed", "Hi.")
+    assert streamed().output_text == whole.output_text
     messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hi"}]
     assert client.responses.create(**ASK | {"input": messages}).usage.input_tokens > whole.usage.input_tokens
 

@@ -329,11 +329,14 @@ def test_no_other_text_is_left_out():
     for system, kept in [
         (f"{HEADER}\nBe short.\n{text}", f"Be short.\n{text}"),
         ([{"type": "text", "text": HEADER}, {"type": "text", "text": text}], text),
+        ([{"type": "text", "text": text}, {"type": "text", "text": HEADER}], text),
         (HEADER, None),
         (text, text),
     ]:
         first = chat(system=system).messages[0]
         assert first["content"] == (kept if kept else "hi")
+    later = [*USER, {"role": "system", "content": f"{HEADER}\nBe short."}, {"role": "system", "content": HEADER}]
+    assert chat(messages=later).messages == [*USER, {"role": "system", "content": "Be short."}]
     body = decode(json.dumps({"model": "tiny", **BASE, "system": HEADER}).encode(), MessagesBody)
     assert chat_of(body, keep_billing_header=True).messages[0]["content"] == HEADER
 

@@ -1,7 +1,7 @@
 """Makes the chat that all APIs share of a body of the Messages API."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.fields import shown
@@ -13,7 +13,6 @@ from jaxinfer.http.messages.bodies import (
     BlockToolChoice,
     CountTokensBody,
     CustomTool,
-    InputMessage,
     MessagesBody,
     RedactedThinkingBlock,
     TextBlock,
@@ -39,7 +38,7 @@ def chat_of(body: CountTokensBody, *, keep_billing_header: bool = False) -> Chat
     Args:
       keep_billing_header: whether the system prompt keeps the line that would defeat the prefix cache.
     """
-    messages = _system(body.system, keep_billing_header=keep_billing_header) + _conversation(body.messages)
+    messages = _conversation(body, keep_billing_header=keep_billing_header)
     template: dict[str, Any] = {"chat_template_kwargs": _switches(body.thinking)}
     if messages and messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
@@ -64,25 +63,19 @@ def _switches(thinking: Thinking | None) -> dict[str, Any]:
     return {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
 
 
-def _system(system: str | list[dict[str, Any]] | None, *, keep_billing_header: bool) -> list[dict[str, Any]]:
-    """The message of the system prompt; none if it has no text."""
-    texts = _texts(_blocks("system", system or [], (TextBlock,)))
-    if not keep_billing_header:
-        texts = [text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts]
-    text = "\n".join(filter(None, texts))
-    return [{"role": "system", "content": text}] if text else []
-
-
-def _conversation(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """The messages of a chat; messages of one role that follow each other are one."""
-    blocks = [
-        (message.role, block)
-        for index, message in enumerate(messages)
-        for block in _blocks(f"messages[{index}].content", message.content, _BLOCKS[message.role])
-    ]
+def _conversation(body: CountTokensBody, *, keep_billing_header: bool) -> list[dict[str, Any]]:
+    """The messages of a chat; those of one role that follow each other are one."""
+    blocks = [("system", block) for block in _blocks("system", body.system or [], (TextBlock,))]
+    for index, message in enumerate(body.messages):
+        kinds = _BLOCKS[message.role]
+        blocks += [(message.role, block) for block in _blocks(f"messages[{index}].content", message.content, kinds)]
     made = list[dict[str, Any]]()
     for role, group in itertools.groupby(blocks, key=lambda each: each[0]):
-        made += _WRITERS[role]([block for _, block in group])
+        of_role = [block for _, block in group]
+        if role == "system":
+            made += _system(of_role, keep_billing_header=keep_billing_header)
+        else:
+            made += _user(of_role) if role == "user" else _assistant(of_role)
     return made
 
 
@@ -141,16 +134,13 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     return [message]
 
 
-def _later_system(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": "\n".join(_texts(blocks))}]
-
-
-_WRITERS: dict[str, Callable[[Sequence[Block]], list[dict[str, Any]]]] = {
-    "user": _user,
-    "assistant": _assistant,
-    "system": _later_system,
-}
-"""The functions that make messages of the blocks of each role."""
+def _system(blocks: Sequence[Block], *, keep_billing_header: bool) -> list[dict[str, Any]]:
+    """One message with all text; none without text."""
+    texts = _texts(blocks)
+    if not keep_billing_header:
+        texts = [text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text for text in texts]
+    text = "\n".join(filter(None, texts))
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _tools(tools: Sequence[dict[str, Any]], choice: BlockToolChoice | None) -> Tools:
