@@ -49,6 +49,7 @@ TOOLS = {
 
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
+    "tests/conformance/anthropic_python.py": {"anthropic"},
     "tests/conformance/openai_python.py": {"openai", "pydantic"},
     "tests/conformance/openai_responses.py": {"openai", "pydantic"},
     "tests/goldens/make_default_goldens.py": {"transformers"},
