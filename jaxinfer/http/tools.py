@@ -11,6 +11,7 @@ import msgspec
 from jaxinfer.fields import shown
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.http.errors import BadRequestError
+from jaxinfer.sandbox.json_schemas import change_schemas
 from jaxinfer.text.parsing.calls import FORCED, arguments_alone
 from jaxinfer.text.parsing.parser import CallSyntax, Schemas
 
@@ -168,26 +169,16 @@ def _object(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", "properties": {}, **(parameters or {})}
 
 
-def _moved(schema: Any, root: str) -> Any:
+def _moved(schema: dict[str, Any], root: str) -> dict[str, Any]:
     """A schema as a part of another one: its references to itself begin at its new place."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = dict[str, Any]()
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            value = root + value[1:]
-        elif key in _BY_NAME and isinstance(value, dict):
-            value = {name: _moved(each, root) for name, each in value.items()}
-        elif key not in _VALUES:
-            value = _moved(value, root)
-        made[key] = value
-    return made
 
+    def change(each: dict[str, Any]) -> dict[str, Any]:
+        reference = each.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            return each | {"$ref": root + reference[1:]}
+        return each
 
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-_VALUES = frozenset(("const", "enum", "default", "examples"))
+    return change_schemas(schema, change)
 
 
 def tell_of(tools: Tools, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import llguidance
 
+from jaxinfer.sandbox.json_schemas import change_schemas
+
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 """The limits of a grammar. Messages leave out the parser's internal state."""
 
@@ -53,7 +55,7 @@ def grammar_of(*, kind: str, value: Any, whitespace_pattern: str | None) -> str:
     """
     match kind:
         case "json":
-            schema = json.dumps(_without_annotations(json.loads(value)))
+            schema = json.dumps(change_schemas(json.loads(value), _without_annotations))
             space = whitespace_pattern
             return llguidance.LLMatcher.grammar_from_json_schema(
                 schema, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
@@ -92,21 +94,13 @@ def after_reasoning(grammar: str, begin: str, end: str, marker_ids: Mapping[str,
 
 _FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 """The formats of a JSON Schema that are enforced; others only describe a value, as all do in the standard."""
-_VALUES = frozenset(("const", "default", "enum", "examples"))
-"""The keys of a JSON Schema whose values are no schemas."""
 
 
-def _without_annotations(schema: Any) -> Any:
-    """Return a schema without formats that llguidance does not know, and would refuse."""
-    if isinstance(schema, list):
-        return [_without_annotations(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in _VALUES else _without_annotations(value)
-        for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in _FORMATS
-    }
+def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without a format that llguidance does not know, and would refuse."""
+    if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
+        return {key: value for key, value in schema.items() if key != "format"}
+    return schema
 
 
 def plain(message: str) -> str:
