@@ -50,6 +50,9 @@ TOOLS = {
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
     "tests/conformance/anthropic_python.py": {"anthropic"},
+    "tests/conformance/bfcl_calls.py": {"bfcl_eval", "openai"},
+    "tests/conformance/openai_agent.py": {"openai"},
+    "tests/conformance/openai_limits.py": {"openai"},
     "tests/conformance/openai_python.py": {"openai", "pydantic"},
     "tests/conformance/openai_responses.py": {"openai", "pydantic"},
     "tests/goldens/make_default_goldens.py": {"transformers"},

@@ -15,7 +15,7 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.served_models import ServedModel
 from jaxinfer.http.tools import Tools, tell_of, with_objects
-from jaxinfer.http.turns import Turns, keys_of, turn_of
+from jaxinfer.http.turns import TurnMemory, keys_of, turn_of
 from jaxinfer.text import TextStream, Tokenizer
 from jaxinfer.text.parsing import AnswerFormat, AnswerParser, Part, TextPart, ToolCall
 
@@ -95,7 +95,10 @@ class CompletionParts:
         parts = self._parser.push(text) if text else []
         if completion.finish_reason is not None:
             parts += self._parser.finish()
-        return [part for part in parts if not isinstance(part, ToolCall) or self._counted()]
+        for part in parts:
+            if isinstance(part, ToolCall):  # few are, and each token comes here
+                return [part for part in parts if not isinstance(part, ToolCall) or self._counted()]
+        return parts
 
     def _counted(self) -> bool:
         """Count a call; return whether the client gets it."""
@@ -170,7 +173,7 @@ async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits
 
 
 def _remember(
-    turns: Turns, key: bytes, prompt: str, make_parser: Callable[[], AnswerParser], snapshot: RequestSnapshot
+    turns: TurnMemory, key: bytes, prompt: str, make_parser: Callable[[], AnswerParser], snapshot: RequestSnapshot
 ) -> None:
     """Keep an answer, if it is the only one."""
     completion = snapshot.completions[0]

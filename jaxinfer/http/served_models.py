@@ -10,7 +10,7 @@ from jaxinfer.fields import shown
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import check_names
 from jaxinfer.http.errors import BadRequestError, LoadingError
-from jaxinfer.http.turns import Turns
+from jaxinfer.http.turns import TurnMemory
 from jaxinfer.text.parsing import AnswerFormat
 
 
@@ -42,7 +42,7 @@ class ServedModel:
         self._parsers = {"calls": tool_call_parser, "reasoning": reasoning_parser}
         self._formats = dict[tuple[str | None, bool], AnswerFormat]()
         self.name, self.adapters, self.adapter_folders = name, dict[str, str](), adapter_folders
-        self.loads_adapter, self.turns = asyncio.Lock(), Turns()
+        self.loads_adapter, self.turns = asyncio.Lock(), TurnMemory()
         self._load, self._llm, self._closed = load, None, False
         self._lock = threading.Lock()  # `close` may come while another thread loads
 

@@ -58,7 +58,7 @@ def turn_of(prompt: str, token_ids: Sequence[int], answer: str, end_ids: Sequenc
     return Turn(len(prompt), _digest(prompt), array("i", token_ids), tuple(end_ids), parts_of(answer, parser))
 
 
-class Turns:
+class TurnMemory:
     """The latest answers of a model, by the conversations that they answer. Its methods may be called in any thread."""
 
     def __init__(self, max_bytes: int = MAX_BYTES):

@@ -175,21 +175,11 @@ def server(model_that_ends, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def agents(model_that_ends, tmp_path_factory):
-    """A server of two models, of which "agent" calls functions when it must."""
+    """A server of two models, of which AGENT answers, reasons, and calls functions when it must."""
     folder = tmp_path_factory.mktemp("agents")
-    with serving([save_model_that_answers(folder / "agent"), model_that_ends], folder / "log") as server:
+    with serving([save_model_that_answers(folder / AGENT), model_that_ends], folder / "log") as server:
         yield server
     assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()
-
-
-@pytest.fixture(scope="session")
-def agent_server(tmp_path_factory):
-    """A server of a model with tools and reasoning, under a name of which clients expect both."""
-    folder = tmp_path_factory.mktemp("agents")
-    model = save_model_that_answers(folder / "tiny")
-    with serving(model, folder / "log", "--max-batch", "8", "--name", AGENT) as server:
-        yield server
-    assert "Traceback" not in server.log.read_text(), server.log.read_text()
 
 
 @pytest.fixture(scope="session")

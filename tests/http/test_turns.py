@@ -70,11 +70,11 @@ def test_a_cut_answer_goes_on_too(client):
 
 
 def test_memory_is_bounded():
-    from jaxinfer.http.turns import OVERHEAD, Turns, keys_of, turn_of
+    from jaxinfer.http.turns import OVERHEAD, TurnMemory, keys_of, turn_of
     from jaxinfer.text.parsing import AnswerFormat
 
     tokens, form = [0] * 1000, AnswerFormat("hermes", None)
-    turns, keys = Turns(max_bytes=3 * (4000 + OVERHEAD + 100)), []
+    turns, keys = TurnMemory(max_bytes=3 * (4000 + OVERHEAD + 100)), []
     for number in range(5):
         key, _ = keys_of([{"role": "user", "content": str(number)}], tools=[NOW])
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_tokens_that_no_tokenizer_would_choose_come_back():
     """A model may write a word in other tokens than the tokenizer does."""
     import tokenizers
 
-    from jaxinfer.http.turns import Turns, turn_of
+    from jaxinfer.http.turns import TurnMemory, turn_of
     from jaxinfer.text.parsing import AnswerFormat
 
     inner = byte_tokenizer()
@@ -115,7 +115,7 @@ def test_tokens_that_no_tokenizer_would_choose_come_back():
 
     end = made.token_to_id("<end>")
     written = [vocab["u"], vocab["n"], vocab["o"], end]  # "no" is one token
-    turns, form = Turns(), AnswerFormat("hermes", None)
+    turns, form = TurnMemory(), AnswerFormat("hermes", None)
     turns.remember(b"key", turn_of("u", written, "no", [end], form.parser()))
     assert Wrapped().encode_word("uno") == [vocab["u"], 300]
     assert turns.encode("uno<end>no", [b"key"], Wrapped(), form.parser) == [*written, 300]

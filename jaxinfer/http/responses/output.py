@@ -33,7 +33,7 @@ class EventWriter:
         return taken
 
 
-class Output:
+class ResponseOutput:
     """The items of a response. Each is as in its events, with the same id.
 
     Args:

@@ -15,7 +15,7 @@ from jaxinfer.http.errors import describe
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.responses.bodies import ENCRYPTED_REASONING, InputItem, ResponseBody
 from jaxinfer.http.responses.conversation import to_messages
-from jaxinfer.http.responses.output import EventWriter, Output, new_id
+from jaxinfer.http.responses.output import EventWriter, ResponseOutput, new_id
 from jaxinfer.http.responses.store import ResponseStore
 from jaxinfer.http.served_models import ServedModel
 from jaxinfer.text.parsing import TextPart
@@ -48,7 +48,7 @@ class ResponseReply:
         self.usage: Usage | None = None
         self._seen: CompletionSnapshot | None = None
         self._parts, self._events = answer.parts(), EventWriter()
-        self._output = Output(self._events, answer.new_call_id, encrypted=ENCRYPTED_REASONING in body.include)
+        self._output = ResponseOutput(self._events, answer.new_call_id, encrypted=ENCRYPTED_REASONING in body.include)
         self._response = _empty_response(body, model)
 
     @property
