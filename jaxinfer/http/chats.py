@@ -14,7 +14,7 @@ from jaxinfer.http.bodies import text_alone
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.served_models import ServedModel
-from jaxinfer.http.tools import Tools, tell_of, with_objects
+from jaxinfer.http.tools import Tools, tell_of, with_arguments
 from jaxinfer.http.turns import TurnMemory, keys_of, turn_of
 from jaxinfer.text import TextStream, Tokenizer
 from jaxinfer.text.parsing import AnswerFormat, AnswerParser, Part, TextPart, ToolCall
@@ -139,7 +139,7 @@ async def encode_chat(model: ServedModel, chat: Chat) -> ChatPrompt:
     if llm.tokenizer is None:
         raise BadRequestError("the model directory has no tokenizer, so it cannot chat.")
     form = model.answer_format(chat.template.get("chat_template"), has_tools=bool(tools.offered))
-    messages, options = with_objects(text_alone(chat.messages)), dict(chat.template)
+    messages, options = with_arguments(text_alone(chat.messages), as_text=form.text_arguments), dict(chat.template)
     if tools.offered and form.knows_tools:
         options["tools"] = tools.offered
     elif tools.offered:
@@ -213,8 +213,8 @@ def _effort(form: AnswerFormat, effort: str | None) -> dict[str, Any]:
         return {}
     if "reasoning_effort" in form.switches:
         return {"reasoning_effort": effort}
-    if "enable_thinking" in form.switches:
-        return {"enable_thinking": effort != "none"}
+    if switch := next((name for name in ("enable_thinking", "thinking") if name in form.switches), None):
+        return {switch: effort != "none"}
     if effort == "none" and form.reasoning is not None:
         raise BadRequestError(
             "reasoning_effort=none: the model's chat template cannot turn reasoning off.", param="reasoning_effort"

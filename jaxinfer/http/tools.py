@@ -198,8 +198,8 @@ def tell_of(tools: Tools, messages: list[dict[str, Any]]) -> list[dict[str, Any]
     return made
 
 
-def with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in which the arguments of calls are objects, as chat templates want them, and not JSON texts.
+def with_arguments(messages: list[dict[str, Any]], *, as_text: bool = False) -> list[dict[str, Any]]:
+    """A conversation in which the arguments of calls are objects, as most chat templates want them, or JSON texts.
 
     Raises BadRequestError.
     """
@@ -211,12 +211,13 @@ def with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     f"messages[{index}].tool_calls must be a list, got {shown(calls)}.", param="messages"
                 )
             place = f"messages[{index}].tool_calls"
-            message = message | {"tool_calls": [_with_object(f"{place}[{n}]", call) for n, call in enumerate(calls)]}
+            made_calls = [_with_arguments(f"{place}[{n}]", call, as_text=as_text) for n, call in enumerate(calls)]
+            message = message | {"tool_calls": made_calls}
         made.append(message)
     return made
 
 
-def _with_object(place: str, call: Any) -> dict[str, Any]:
+def _with_arguments(place: str, call: Any, *, as_text: bool) -> dict[str, Any]:
     match call:
         case {"function": {"name": str(), **rest}} if isinstance(rest.get("arguments", ""), str | dict):
             function = call["function"]
@@ -235,4 +236,6 @@ def _with_object(place: str, call: Any) -> dict[str, Any]:
                 f"{place}.function.arguments must be the JSON text of an object, got {shown(arguments)}.",
                 param="messages",
             ) from None
+    if as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return call | {"function": function | {"arguments": arguments}}

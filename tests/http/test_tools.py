@@ -142,6 +142,16 @@ def test_a_forced_call_satisfies_its_schema(chat, choice):
         assert functions(message)
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Köln"}', {"city": "Köln"}])
+@pytest.mark.parametrize(("as_text", "expected"), [(True, '{"city": "Köln"}'), (False, {"city": "Köln"})])
+def test_templates_get_arguments_as_they_want_them(arguments, as_text, expected):
+    from jaxinfer.http.tools import with_arguments
+
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    (message,) = with_arguments([{"role": "assistant", "tool_calls": [call]}], as_text=as_text)
+    assert message["tool_calls"] == [call | {"function": {"name": "weather", "arguments": expected}}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

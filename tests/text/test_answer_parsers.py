@@ -117,6 +117,8 @@ def answers(draw):
     calls = draw(st.lists(st.sampled_from([PARIS, NOW]), max_size=3))
     content = draw(st.sampled_from(["", "Let me look.", " a <b", "[1, 2]", '{"a": 1}', "two\n\nlines \n"]))
     text = answer(name, content, *calls)
+    if draw(st.booleans()):
+        text = text.replace("I think.", f"I {written(name, draw(st.sampled_from([PARIS, NOW])))} think.")
     if how := draw(st.sampled_from([None, *BROKEN])):
         text = BROKEN[how](text)
     again = answer(name, content, *calls) if draw(st.booleans()) else ""
@@ -156,6 +158,89 @@ def test_without_tools_nothing_is_a_call(name):
     assert all(isinstance(part, TextPart) for part in parts)
     if name != HARMONY:
         assert parts == [TextPart("content", text)]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "llama3_json", "mistral", "deepseek_v3"])
+def test_reasoning_may_end_with_a_call(name):
+    text = f"<think>I look.\n{written(name, NOW)}"
+    for pieces in ([text], list(text)):
+        reasoning, call = parts_of(form_of(name), pieces)
+        assert reasoning == TextPart("reasoning", "I look.")
+        same_calls([call], [NOW])
+
+
+def test_a_broken_call_in_reasoning_is_reasoning():
+    text = "<think>I write <tool_call>{}</tool_call> or so.</think>Yes"
+    for pieces in ([text], list(text)):
+        assert parts_of(form_of("hermes"), pieces) == [
+            TextPart("reasoning", "I write <tool_call>{}</tool_call> or so."),
+            TextPart("content", "Yes"),
+        ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32"])
+def test_a_call_that_is_cut_off_between_arguments_is_content(name):
+    text = written(name, PARIS)
+    cut = text[: text.rindex({"qwen3_coder": "<param", "glm45": "<arg_key>"}.get(name, "<｜DSML｜param"))]
+    parts = parts_of(AnswerFormat(name, None), [cut])
+    assert all(isinstance(part, TextPart) for part in parts)
+
+
+def test_a_call_of_qwen_coder_needs_no_outer_marker():
+    text = written("qwen3_coder", PARIS).removeprefix("<tool_call>\n")
+    same_calls(parts_of(AnswerFormat("qwen3_coder", None), [text]), [PARIS])
+
+
+def test_a_call_of_deepseek_v4():
+    text = f"<｜DSML｜tool_calls>\n{written('deepseek_v32', PARIS)}\n</｜DSML｜tool_calls>"
+    same_calls(parts_of(AnswerFormat("deepseek_v32", None), [text]), [PARIS])
+
+
+def test_code_for_a_built_in_tool_of_llama_is_content():
+    text = '<|python_tag|>brave_search.call(query="weather")'
+    assert parts_of(AnswerFormat("llama3_json", None), list(text)) == [TextPart("content", text)]
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "number"}, "5", 5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "array"}, '[1, "a"]', [1, "a"]),
+        ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+        (OPTIONAL, "5", "5"),
+        (OPTIONAL, "None", None),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, '"a"', '"a"'),
+        ({"type": ["integer", "string"]}, "5", 5),
+        ({"type": ["integer", "string"]}, "5.5", "5.5"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"$ref": "#/$defs/Color"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Color"}]}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "1", 1),
+        ({"$ref": "#/nowhere"}, "1", 1),
+        ({}, "1", 1),
+        ({}, "None", "None"),
+        (True, "a", "a"),
+    ],
+)
+def test_values_without_types_get_those_of_the_schema(schema, text, value):
+    parameters = {
+        "properties": {"a": schema},
+        "$defs": {"Color": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}},
+    }
+    written_call = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    (call,) = parts_of(AnswerFormat("glm45", None), [written_call], {"f": parameters})
+    assert json.loads(call.arguments) == {"a": value}
+    assert type(json.loads(call.arguments)["a"]) is type(value)
 
 
 def test_an_answer_of_content_alone_stays_as_it_is():
@@ -204,3 +289,28 @@ def test_every_reasoning_marker_is_found_in_a_template():
     for name, tags in REASONING.items():
         assert AnswerFormat.of_template(f"{tags.begin} {tags.end}").reasoning == name
     assert AnswerFormat.of_template("{{ messages }}") == AnswerFormat("json", None, False)
+
+
+QWEN = "{{ '<tool_call>' ~ (call.arguments | tojson) }}{% if enable_thinking %}<think></think>{% endif %}"
+JOINED = "{{ '<｜tool▁call▁begin｜>' + tool['function']['name'] + tool['function']['arguments'] + '</think>' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning", "switches", "text_arguments"),
+    [
+        (QWEN, "hermes", "think", ("enable_thinking",), False),
+        ("<tool_call>\n<function={{ name }}>", "qwen3_coder", None, (), False),
+        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key></think>", "glm45", "think", (), False),
+        ("<|start_header_id|>{{ call.arguments | tojson }}", "llama3_json", None, (), False),
+        ("{% if builtin_tools %}<|python_tag|>{% endif %}", "llama3_json", None, (), False),
+        ("[TOOL_CALLS][{{ call.function | tojson }}", "mistral", None, (), False),
+        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}[THINK]", "mistral", "mistral", (), False),
+        (JOINED + "{%- if not thinking %}{% endif %}", "deepseek_v3", "think", ("thinking",), True),
+        ("{{ '\n' ~ call.function.arguments }}", "json", None, (), True),
+        ("{% set dsml = '｜DSML｜' %}{{ '</think>' }}", "deepseek_v32", "think", (), False),
+        ("<|channel|>{{ message.thinking }}{{ reasoning_effort }}", HARMONY, HARMONY, ("reasoning_effort",), False),
+    ],
+)
+def test_families_are_known_by_their_templates(template, calls, reasoning, switches, text_arguments):
+    expected = AnswerFormat(calls, reasoning, "tools" in template, switches, text_arguments)
+    assert AnswerFormat.of_template(template) == expected

@@ -1,5 +1,6 @@
 """How families of models write calls of functions, after their published chat templates."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -88,13 +89,8 @@ _scanner = json.JSONDecoder(strict=True)
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
-def _llama(text: str, schemas: Schemas) -> list[ToolCall]:
-    """`{"name": ..., "parameters": {...}}`, several with semicolons in between."""
-    return _json_list(text, needs_arguments=True)
-
-
 def _generic(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Read JSON, perhaps in a block of Markdown."""
+    """Read `{"name": ..., "arguments": {...}}`, several in a list or with semicolons, perhaps in a Markdown block."""
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1]
     return _json_list(text, needs_arguments=True)
@@ -133,25 +129,20 @@ _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 def _qwen_coder(text: str, schemas: Schemas) -> list[ToolCall]:
-    """`<function=NAME>`, for each argument `<parameter=K>`, V and `</parameter>` in lines of their own."""
-    function = _QWEN_FUNCTION.match(text)
+    """`NAME>`, and for each argument `<parameter=K>`, V and `</parameter>` in lines of their own."""
+    function = _QWEN_NAME.match(text)
     if function is None:
         raise NotACallError
-    if not text.rstrip().endswith("</function>"):
-        raise IncompleteCallError
     values, place = dict[str, str](), function.end()
-    while not _QWEN_END.match(text, place):
+    while place < len(text):
         if (pair := _QWEN_PARAMETER.match(text, place)) is None:
             raise IncompleteCallError if text.startswith("<parameter=", place) else NotACallError
         values[pair[1]], place = pair[2], pair.end()
     return [_call_of(function[1], values, schemas)]
 
 
-_QWEN_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*")
-_QWEN_PARAMETER = re.compile(
-    r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>\s*\Z)", re.DOTALL
-)
-_QWEN_END = re.compile(r"</function>\s*\Z")
+_QWEN_NAME = re.compile(r"([^>\s]+)>\s*")
+_QWEN_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 
 
 def _deepseek(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -181,7 +172,7 @@ def _deepseek_markup(text: str, schemas: Schemas) -> list[ToolCall]:
     while place < len(text):
         if (pair := _DSML_PARAMETER.match(text, place)) is None:
             raise IncompleteCallError if text.startswith("<｜DSML｜parameter", place) else NotACallError
-        values[pair[1]] = pair[3] if pair[2] == "true" else _value(pair[3], {})
+        values[pair[1]] = pair[3] if pair[2] == "true" else _value(pair[3], set())
         place = pair.end()
     return [ToolCall(function[1], json.dumps(values, ensure_ascii=False))]
 
@@ -194,20 +185,65 @@ _DSML_PARAMETER = re.compile(
 
 def _call_of(name: str, values: dict[str, str], schemas: Schemas) -> ToolCall:
     """A call whose values are written without their types, which the function's schema has."""
-    properties = schemas.get(name, {}).get("properties")
+    schema = schemas.get(name, {})
+    properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
-    typed = {key: _value(text, properties.get(key)) for key, text in values.items()}
+    typed = {key: _value(text, _types(properties.get(key), schema)) for key, text in values.items()}
     return ToolCall(name, json.dumps(typed, ensure_ascii=False))
 
 
-def _value(text: str, schema: Any) -> Any:
-    """The value of a text: JSON, unless its schema says that it is a text, or it is no JSON."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+def _types(schema: Any, root: dict[str, Any], depth: int = 8) -> set[str]:
+    """The types that a schema allows, by their names in JSON Schema; none: it does not say."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    match schema:
+        case {"$ref": str(reference)}:
+            found: Any = root
+            for part in reference.removeprefix("#/").split("/"):
+                found = found.get(part) if isinstance(found, dict) else None
+            return _types(found, root, depth - 1)
+        case {"type": str(name)}:
+            return {name}
+        case {"type": [*names]}:
+            return {name for name in names if isinstance(name, str)}
+        case {"const": value}:
+            return _types_of(value)
+        case {"enum": [*values]}:
+            return set().union(*map(_types_of, values))
+        case {"anyOf": [*parts]} | {"oneOf": [*parts]} | {"allOf": [*parts]}:
+            return set().union(*(_types(part, root, depth - 1) for part in parts))
+    return set()
+
+
+def _types_of(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+    return {"object"}
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """The value of a text: JSON, or as Python writes it, unless it must or may be a text and nothing else fits."""
+    if types == {"string"}:
         return text
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return text
+    value = _PYTHON.get(text.strip(), text) if types else text
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+        value = msgspec.json.decode(text)
+    return text if "string" in types and (isinstance(value, str) or not types & _types_of(value)) else value
+
+
+_PYTHON = {"True": True, "False": False, "None": None}
+"""How templates write values that are no texts, of which models learn it."""
 
 
 def arguments_alone(name: str) -> CallSyntax:
@@ -220,9 +256,11 @@ FORCED = CallSyntax(None, None, _generic, bare=True, forced=True)
 
 SYNTAXES = {
     "hermes": CallSyntax("<tool_call>", "</tool_call>", _one_json),
-    "qwen3_coder": CallSyntax("<tool_call>", "</tool_call>", _qwen_coder),
-    "glm45": CallSyntax("<tool_call>", "</tool_call>", _glm, others=("<arg_key>", "<arg_value>")),
-    "llama3_json": CallSyntax("<|python_tag|>", None, _llama, bare=True),
+    "qwen3_coder": CallSyntax(  # models sometimes leave the outer marker out
+        "<function=", "</function>", _qwen_coder, ignored=("<tool_call>", "</tool_call>"), closed=True
+    ),
+    "glm45": CallSyntax("<tool_call>", "</tool_call>", _glm, others=("<arg_key>", "<arg_value>"), closed=True),
+    "llama3_json": CallSyntax("<|python_tag|>", None, _generic, bare=True),
     "mistral": CallSyntax("[TOOL_CALLS]", None, _mistral, others=("[ARGS]", "[CALL_ID]")),
     "deepseek_v3": CallSyntax(
         "<｜tool▁call▁begin｜>",
@@ -235,7 +273,13 @@ SYNTAXES = {
         '<｜DSML｜invoke name="',
         "</｜DSML｜invoke>",
         _deepseek_markup,
-        ignored=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ignored=(  # of V3.2, and of V4
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            "<｜DSML｜tool_calls>",
+            "</｜DSML｜tool_calls>",
+        ),
+        closed=True,
     ),
     "json": CallSyntax(None, None, _generic, bare=True),
 }

@@ -1,5 +1,6 @@
 """The formats of answers, by the markers that a model's chat template has."""
 
+import re
 from typing import NamedTuple, Self
 
 from jaxinfer.fields import shown
@@ -30,7 +31,13 @@ _CALL_MARKERS = (
     ("python_tag", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
 )
-_SWITCHES = ("reasoning_effort", "enable_thinking")
+_SWITCHES = {
+    "reasoning_effort": re.compile("reasoning_effort"),
+    "enable_thinking": re.compile("enable_thinking"),
+    "thinking": re.compile(r"\{%-?\s*(?:el)?if (?:not )?thinking\b"),
+}
+_TEXT_ARGUMENTS = re.compile(r"[+~]\s*[\w.'\"\[\]]*\barguments['\"\]]*\s*(?:[+~}]|-\})")
+"""Arguments that a template joins with texts, which it can only if they are a text."""
 _REASONING_MARKERS = (("<|channel|>", HARMONY), ("</think>", "think"), ("[THINK]", "mistral"))
 
 
@@ -52,19 +59,23 @@ class AnswerFormat(NamedTuple):
       reasoning: how it writes reasoning; None: it does not reason.
       knows_tools: whether its chat template tells it of tools.
       switches: the arguments by which its chat template turns reasoning on, off, or up.
+      text_arguments: whether its chat template takes the arguments of calls as JSON texts, and not as objects.
     """
 
     calls: str
     reasoning: str | None
     knows_tools: bool = True
     switches: tuple[str, ...] = ()
+    text_arguments: bool = False
 
     @classmethod
     def of_template(cls, text: str, *, calls: str | None = None, reasoning: str | None = None) -> Self:
         """Find the format in the text of a chat template; `calls` and `reasoning` are known better."""
         calls = calls or next((name for marker, name in _CALL_MARKERS if marker in text), "json")
         reasoning = reasoning or next((name for marker, name in _REASONING_MARKERS if marker in text), None)
-        return cls(calls, reasoning, "tools" in text, tuple(switch for switch in _SWITCHES if switch in text))
+        switches = tuple(switch for switch, pattern in _SWITCHES.items() if pattern.search(text))
+        text_arguments = _TEXT_ARGUMENTS.search(text) is not None
+        return cls(calls, reasoning, "tools" in text, switches, text_arguments)
 
     @property
     def tags(self) -> ReasoningTags | None:

@@ -57,6 +57,7 @@ class CallSyntax(NamedTuple):
       others: further markers that `parse` needs.
       bare: whether an answer may also be nothing but calls, without markers; `parse` then reads all of it.
       forced: whether the answer is nothing but calls, since a grammar says so.
+      closed: whether a call needs `end`, since without it arguments may be missing.
     """
 
     begin: str | None
@@ -66,6 +67,7 @@ class CallSyntax(NamedTuple):
     others: tuple[str, ...] = ()
     bare: bool = False
     forced: bool = False
+    closed: bool = False
 
 
 class AnswerParser(abc.ABC):
@@ -146,7 +148,8 @@ class MarkerParser(AnswerParser):
         self._go_on(self._begin if reasoning else self._begin_content)
         markers = [] if calls is None else [marker for marker in (calls.begin, *calls.ignored) if marker]
         self._content_markers = _Markers(markers)
-        self._reasoning_markers = _Markers([reasoning.end] if reasoning else [])
+        self._reasoning_markers = _Markers([reasoning.end, *markers] if reasoning else [])
+        self._text_state = self._content  # to which a text returns that is no call
 
     @property
     def in_reasoning(self) -> bool:
@@ -200,9 +203,13 @@ class MarkerParser(AnswerParser):
         parts = self._trimmed.add("reasoning", before)
         if marker is None:
             return parts, True
+        if self._calls is not None and marker == self._calls.begin:  # reasoning may end with a call alone
+            self._begin_call()
+            return parts, False
         self._buffer = self._buffer.removeprefix(marker)
-        self._trimmed.end_part()
-        self._go_on(self._begin_content)
+        if self._reasoning is not None and marker == self._reasoning.end:
+            self._trimmed.end_part()
+            self._go_on(self._begin_content)
         return parts, False
 
     def _begin_content(self, final: bool) -> tuple[list[Part], bool]:
@@ -241,15 +248,20 @@ class MarkerParser(AnswerParser):
             return parts, True
         assert self._calls is not None
         if marker == self._calls.begin:
-            self._go_on(self._call)
-            self._looked, self._num_ends = len(marker), 0
+            self._begin_call()
         else:
             self._buffer = self._buffer.removeprefix(marker)
             self._trimmed.end_part()
         return parts, False
 
+    def _begin_call(self) -> None:
+        assert self._calls is not None
+        self._text_state = self._state
+        self._go_on(self._call)
+        self._looked, self._num_ends = len(self._calls.begin or ""), 0
+
     def _call(self, final: bool) -> tuple[list[Part], bool]:
-        """Read a call, at whose marker the buffer begins. A text that is none is content from there on."""
+        """Read a call, at whose marker the buffer begins. A text that is none belongs to what came before."""
         assert self._calls is not None
         begin_marker = self._calls.begin or ""
         begin, end_marker = len(begin_marker), self._calls.end or begin_marker
@@ -270,8 +282,8 @@ class MarkerParser(AnswerParser):
             if not final and self._num_ends < MAX_ENDS:
                 return [], True
         self._buffer = self._buffer[begin:]
-        self._go_on(self._content)
-        return self._trimmed.add("content", begin_marker), False
+        self._go_on(self._text_state)
+        return self._trimmed.add(self._kind, begin_marker), False
 
     def _next_end(self, marker: str, final: bool) -> int | None:
         """Find the next place where the call may end: before each further marker, and at the end of the answer."""
@@ -281,7 +293,7 @@ class MarkerParser(AnswerParser):
         if end >= 0:
             self._looked, self._num_ends = end + len(marker), self._num_ends + 1
             return end
-        if final:
+        if final and self._calls is not None and not self._calls.closed:
             self._looked = len(self._buffer) + 1
             return len(self._buffer)
         self._looked = max(self._looked, len(self._buffer) - len(marker) + 1)
