@@ -198,10 +198,10 @@ def _types(schema: Any, root: dict[str, Any], depth: int = 8) -> set[str]:
         return set()
     match schema:
         case {"$ref": str(reference)}:
-            found: Any = root
+            target: Any = root
             for part in reference.removeprefix("#/").split("/"):
-                found = found.get(part) if isinstance(found, dict) else None
-            return _types(found, root, depth - 1)
+                target = target.get(part) if isinstance(target, dict) else None
+            return _types(target, root, depth - 1)
         case {"type": str(name)}:
             return {name}
         case {"type": [*names]}:
