@@ -35,7 +35,8 @@ def agent_llm(agent_dir):
     from tests.generation.few_programs import few_programs
 
     with few_programs():
-        llm = AsyncLLM(agent_dir, max_waiting=64, max_batch=4, token_budget=256, chunk_size=256)
+        options = {"max_batch": 4, "token_budget": 256, "chunk_size": 256, "trust_request_chat_template": True}
+        llm = AsyncLLM(agent_dir, max_waiting=64, **options)
     yield llm
     llm.close()
 

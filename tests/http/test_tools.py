@@ -152,6 +152,22 @@ def test_templates_get_arguments_as_they_want_them(arguments, as_text, expected)
     assert message["tool_calls"] == [call | {"function": {"name": "weather", "arguments": expected}}]
 
 
+JOINS = "{{ 'call:' + messages[1].tool_calls[0].function.arguments }}"
+DUMPS = "{{ messages[1].tool_calls[0].function.arguments.city }}"
+
+
+@pytest.mark.parametrize("template", [JOINS, DUMPS])
+def test_calls_of_a_conversation_are_rendered_by_any_template(agent_llm, template):
+    from jaxinfer import http
+    from tests.http.asgi import Client
+
+    client = Client(http.app(agent_llm, name="tiny"))
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    body = {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}], "chat_template": template}
+    answer = run(client.post("/v1/chat/completions", body | {"max_tokens": 1}))
+    assert (run(answer.json()).get("error"), answer.status) == (None, 200)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
