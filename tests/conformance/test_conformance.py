@@ -36,8 +36,9 @@ def test_the_openai_client(server, tool):
     server.until_idle()
 
 
-def test_an_agent_by_the_openai_client(scripted_server, tool):
-    done = tool("python", HERE / "openai_agent.py", scripted_server.url, "scripted")
+@pytest.mark.parametrize("client", ["openai", "anthropic"])
+def test_an_agent_by_a_client(scripted_server, tool, client):
+    done = tool("python", HERE / f"{client}_agent.py", scripted_server.url, "scripted")
     assert done.split() == ["whole", "streamed"]
     scripted_server.until_idle()
 
@@ -60,15 +61,25 @@ def test_the_openai_client_of_responses(agents, tool):
     agents.until_idle()
 
 
-def test_the_openai_client_of_npm(server, tool):
-    del tool  # its environment has the package
+def npm(package, script, server, model):
+    """Run a script by a client of npm."""
     node = shutil.which("node")
-    if node is None or not (TOOLS / "node_modules/openai").exists():
+    if node is None or not (TOOLS / "node_modules" / package).exists():
         pytest.skip("needs node and npm")
-    command = [node, HERE / "openai_node.mjs", TOOLS, server.url, "tiny"]
+    command = [node, HERE / script, TOOLS, server.url, model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
     server.until_idle()
+
+
+def test_the_openai_client_of_npm(server, tool):
+    del tool  # its environment has the package
+    npm("openai", "openai_node.mjs", server, "tiny")
+
+
+def test_an_agent_by_the_anthropic_client_of_npm(scripted_server, tool):
+    del tool
+    npm("@anthropic-ai/sdk", "anthropic_node.mjs", scripted_server, "scripted")
 
 
 @pytest.mark.parametrize(
