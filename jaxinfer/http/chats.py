@@ -68,8 +68,11 @@ class ChatAnswer(NamedTuple):
         """Tell the parts of a completion apart."""
         return CompletionParts(self.make_parser and self.make_parser(), parallel=self.parallel)
 
-    def end(self, snapshot: RequestSnapshot) -> int:
+    async def end(self, snapshot: RequestSnapshot) -> int:
         """Remember the answer, of its last snapshot; return how many tokens of all completions are reasoning."""
+        return await asyncio.to_thread(self._end, snapshot)  # a long answer takes milliseconds
+
+    def _end(self, snapshot: RequestSnapshot) -> int:
         if self.remember is not None:
             self.remember(snapshot)
         if self.make_parser is None:

@@ -59,7 +59,7 @@ class EventStream[Item](Response):
         self,
         items: AsyncGenerator[Item],
         event: Callable[[Item], bytes | None],
-        last: Callable[[], bytes],
+        last: Callable[[], Awaitable[bytes]],
         error: Callable[[Exception], bytes] = error_events,
     ):
         self._items, self._event, self._last, self._error = items, event, last, error
@@ -92,7 +92,7 @@ class EventStream[Item](Response):
                 async for item in self._items:
                     if event := make(item):
                         await part({"type": "http.response.body", "body": event, "more_body": True})
-                last = self._last()
+                last = await self._last()
             except Exception as error:
                 last = self._error(error)
         await part({"type": "http.response.body", "body": last, "more_body": True})

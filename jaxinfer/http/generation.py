@@ -92,7 +92,7 @@ class Reply(abc.ABC):
     ) -> CompletionChoice | None:
         """The new part of a completion since it was seen; None if nothing is new."""
 
-    def usage_at_end(self) -> Usage:
+    async def usage_at_end(self) -> Usage:
         """The usage of the whole request."""
         return usage_of(self.newest.values())
 
@@ -107,15 +107,15 @@ class Reply(abc.ABC):
         self.newest = {place: end.result() for place, end in enumerate(ends)}
         completions = [completion for snapshot in self.newest.values() for completion in snapshot.completions]
         answer = self._answer(self.object, [self.whole_choice(*each) for each in enumerate(completions)])
-        answer.usage = self.usage = self.usage_at_end()
+        answer.usage = self.usage = await self.usage_at_end()
         return msgspec.json.encode(answer)
 
     def events(self, ended: Callable[[], None]) -> EventStream[Any]:
         """The chunks of a stream. ended: called before the last one is sent."""
         chunk = self._answer(self.chunk, [])
 
-        def last() -> bytes:
-            self.usage = self.usage_at_end()
+        async def last() -> bytes:
+            self.usage = await self.usage_at_end()
             ended()
             if not self._options.include_usage:
                 return DONE
@@ -193,9 +193,9 @@ class ChatReply(Reply):
         self._chat_answer = answer
         self._parts = dict[int, CompletionParts]()
 
-    def usage_at_end(self) -> Usage:
+    async def usage_at_end(self) -> Usage:
         """The usage of the whole request, with the tokens of its reasoning."""
-        return usage_of(self.newest.values(), sum(map(self._chat_answer.end, self.newest.values())))
+        return usage_of(self.newest.values(), await self._chat_answer.end(self.newest[0]))
 
     def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """The message of a completion."""

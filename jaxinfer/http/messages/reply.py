@@ -49,14 +49,14 @@ class MessageReply:
         self.newest[0] = snapshot = await self._answer.stream.last()
         completion = snapshot.completions[0]
         content = whole_blocks(self._visible(self._parts.advance(completion)), self._new_call_id)
-        usage = self._end()
+        usage = await self._end()
         return msgspec.json.encode(self._message(content, usage, self._stop(completion)))
 
     def events(self, ended: Callable[[], None]) -> EventStream[RequestSnapshot]:
         """The events of a stream. ended: called before the last ones are sent."""
 
-        def last() -> bytes:
-            usage = self._end()
+        async def last() -> bytes:
+            usage = await self._end()
             ended()
             stop = self._stop(self.newest[0].completions[0])
             end = event("message_delta", delta=stop, usage=usage) + event("message_stop")
@@ -99,9 +99,9 @@ class MessageReply:
             made += hidden if isinstance(part, TextPart) and part.kind == "reasoning" else [part]
         return made
 
-    def _end(self) -> dict[str, Any]:
+    async def _end(self) -> dict[str, Any]:
         """Count the tokens of the request."""
-        self.usage = usage_of(self.newest.values(), self._answer.end(self.newest[0]))
+        self.usage = usage_of(self.newest.values(), await self._answer.end(self.newest[0]))
         return _usage(self.usage)
 
     def _stop(self, completion: CompletionSnapshot) -> dict[str, Any]:

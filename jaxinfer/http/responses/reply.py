@@ -59,7 +59,7 @@ class ResponseReply:
     async def whole(self) -> bytes:
         """Wait for the answer; return the response as JSON."""
         self._advance(await self._answer.stream.last())
-        return self._end()
+        return await self._end()
 
     def events(self, ended: Callable[[], None]) -> EventStream[Any]:
         """The events of a stream. ended: called before the last ones are sent."""
@@ -68,8 +68,8 @@ class ResponseReply:
             self._advance(snapshot)
             return self._events.take()
 
-        def last() -> bytes:
-            self._end()
+        async def last() -> bytes:
+            await self._end()
             ended()
             return self._events.take()
 
@@ -88,7 +88,7 @@ class ResponseReply:
             self._output.add(part)
         self._seen = completion
 
-    def _end(self) -> bytes:
+    async def _end(self) -> bytes:
         """End the response: tell of it, and store it. Returns its JSON."""
         snapshot, output = self.newest[0], self._output
         status = "completed"
@@ -100,7 +100,7 @@ class ResponseReply:
         if not output.items:  # a response without items is none to many clients
             output.add(TextPart("content", ""))
         output.close(status)
-        self.usage = usage_of([snapshot], self._answer.end(snapshot))
+        self.usage = usage_of([snapshot], await self._answer.end(snapshot))
         self._response |= {"status": status, "output": output.items, "usage": _usage(self.usage)}
         self._tell(status)
         content = msgspec.json.encode(self._response)
