@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.serving.load import MODEL, prompt_of
+from benchmarks.serving.load import MODEL, Load, prompt_of
 from benchmarks.serving.mock_engine import ClockedDecoder, with_mock_device, with_mock_engine
 from jaxinfer import AsyncLLM, SamplingParams
 
@@ -26,10 +26,10 @@ async def read(llm: AsyncLLM, index: int, prompt: int, tokens: int) -> int:
     return sum([1 async for _ in llm.generate(prompt_of(index, prompt), params).deltas()])
 
 
-async def run_load(llm: AsyncLLM, streams: int, prompt: int, tokens: int) -> dict[str, float]:
+async def run_load(llm: AsyncLLM, load: Load) -> dict[str, float]:
     """Run requests at once; return how many deltas came in how many seconds."""
     start = time.perf_counter()
-    events = await asyncio.gather(*(read(llm, index, prompt, tokens) for index in range(streams)))
+    events = await asyncio.gather(*(read(llm, index, load.prompt, load.tokens) for index in range(load.streams)))
     return {"events": sum(events), "seconds": time.perf_counter() - start}
 
 
@@ -37,7 +37,7 @@ async def run_bare(llm: AsyncLLM) -> None:
     """Run the loads of stdin, in one event loop as a server does."""
     print("{}", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(await run_load(llm, **json.loads(line))), flush=True)
+        print(json.dumps(await run_load(llm, Load(**json.loads(line)))), flush=True)
 
 
 def step_ms(device: ClockedDecoder | None, rows: int) -> float | None:

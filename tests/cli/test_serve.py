@@ -44,7 +44,7 @@ def test_a_server_from_its_start_to_its_end(model_dir):
     with subprocess.Popen(command[:-2], env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:
             until(server, lambda: answers(port, "/ready"))
-            body = {"prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            body = {"model": "tiny", "prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             whole = json.loads(ask(port, "/v1/completions", body))
             events = ask(port, "/v1/completions", body | {"stream": True}).split("\n\n")
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -96,7 +96,7 @@ def test_a_server_that_loads_refuses_requests_and_ends_soon(model_dir, tmp_path,
     with server:
         try:
             with pytest.raises(urllib.error.HTTPError) as refused:
-                ask(port, "/v1/completions", {"prompt": "ab"})
+                ask(port, "/v1/completions", {"model": "tiny", "prompt": "ab"})
         finally:
             server.send_signal(number)
             sent = time.monotonic()
@@ -169,7 +169,7 @@ context = 64
         try:
             until(server, lambda: answers(port, "/ready"))
             models = json.loads(ask(port, "/v1/models"))["data"]
-            body = {"prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            body = {"model": "tiny", "prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             texts = [json.loads(ask(port, "/v1/completions", body | {"model": name})) for name in ("one", "two")]
         finally:
             server.send_signal(signal.SIGINT)

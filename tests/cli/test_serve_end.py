@@ -61,7 +61,9 @@ class Server:
         client.settimeout(60)
         client.connect(("127.0.0.1", self.port))
         if content is not None:
-            body = json.dumps({"stream": True, "temperature": 0, "ignore_eos": True} | content).encode()
+            body = json.dumps(
+                {"model": "tiny", "stream": True, "temperature": 0, "ignore_eos": True} | content
+            ).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
         return client
@@ -121,7 +123,7 @@ def test_running_streams_end_and_others_are_refused(serve, number):
     server.process.send_signal(number)
     time.sleep(0.5)
     assert status(server.port, "/ready") == (503, None)
-    assert status(server.port, "/v1/completions", {"prompt": "a"}) == (503, "1")
+    assert status(server.port, "/v1/completions", {"model": "tiny", "prompt": "a"}) == (503, "1")
     assert status(server.port, "/health") == (200, None)
     text = rest(stream)
     assert b'"finish_reason":"length"' in text

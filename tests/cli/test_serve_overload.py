@@ -19,7 +19,14 @@ pytest.importorskip("uvicorn")
 
 MODEL = Path(__file__).parents[2] / "examples/demo_model"
 OPTIONS = ["--compile-ahead", "--max-batch", "2", "--max-queue-time", "1.5"]
-BODY = {"prompt": "def main():\n    ", "max_tokens": 64, "ignore_eos": True, "temperature": 0, "stream": True}
+BODY = {
+    "model": MODEL.name,
+    "prompt": "def main():\n    ",
+    "max_tokens": 64,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
 FIRST_TOKEN_SECONDS, TPOT_RATIO, REFUSAL_SECONDS = 2.0, 3.0, 0.1
 SECONDS = 20.0
 PRIORITIES = [-1, 0, 0, 1, 1, 1, 1, 1, 1, 1]

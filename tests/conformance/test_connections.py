@@ -16,8 +16,8 @@ from tests.conformance.conftest import serving
 
 pytestmark = pytest.mark.slow
 
-BODY = b'{"prompt": "ab", "max_tokens": 2, "temperature": 0, "ignore_eos": true}'
-LONG = {"prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+BODY = b'{"model": "tiny", "prompt": "ab", "max_tokens": 2, "temperature": 0, "ignore_eos": true}'
+LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 
 def request(head, body=b"", path="/v1/completions", method="POST", version="1.1"):
