@@ -243,6 +243,13 @@ def test_values_without_types_get_those_of_the_schema(schema, text, value):
     assert type(json.loads(call.arguments)["a"]) is type(value)
 
 
+@pytest.mark.parametrize("text", ['{"' + "a" * 40_000, "[" * 40_000, '{"name": "' + "a" * 40_000])
+def test_answers_that_begin_like_a_call_take_no_time(text):
+    """Each piece is looked at once, or 10,000 of them would take minutes."""
+    pieces = [text[place : place + 4] for place in range(0, len(text), 4)]
+    assert parts_of(AnswerFormat("llama3_json", None), pieces) == [TextPart("content", text)]
+
+
 def test_an_answer_of_content_alone_stays_as_it_is():
     for text in ("", " ", " a\n\nb \n", "<think", "a </think> b"):
         parts = parts_of(AnswerFormat("hermes", "think"), list(text))

@@ -23,6 +23,7 @@ HEADS = ("<|channel|>", START, MESSAGE, "<|constrain|>", "to=")
 """How a header begins."""
 RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||\Z)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+LONGEST_END = len("<|return|>")
 PREFIX = "functions."
 _PARTIAL = re.compile(r"<(?:\|\w*\|?)?\Z")
 
@@ -36,23 +37,21 @@ class HarmonyParser(AnswerParser):
     def __init__(self, *, calls: bool = True):
         self._calls, self._trimmed = calls, Trimmed()
         self._header, self._buffer = "", ""
-        self._in_message, self._started = False, False
+        self._in_message, self._started, self._is_reasoning = False, False, False
+        self._recipient: str | None = None  # the function that the message calls
+        self._looked = 0  # where an end of the message may begin
 
     @property
     def in_reasoning(self) -> bool:
         return self._in_message and self._is_reasoning
 
-    @property
-    def _is_reasoning(self) -> bool:
-        channel = CHANNEL.search(self._header)
-        return channel is not None and channel[1] == "analysis" and self._recipient is None
-
-    @property
-    def _recipient(self) -> str | None:
-        """The function that the message calls."""
-        recipient = RECIPIENT.search(self._header)
-        name = recipient[1].removeprefix(PREFIX) if recipient and recipient[1].startswith(PREFIX) else ""
-        return name if name and self._calls else None
+    def _begin_message(self, header: str) -> None:
+        """Begin a message; an empty header stands for content."""
+        self._header, self._in_message, self._looked = header, True, 0
+        recipient, channel = RECIPIENT.search(header), CHANNEL.search(header)
+        calls = self._calls and recipient is not None and recipient[1].startswith(PREFIX)
+        self._recipient = recipient[1].removeprefix(PREFIX) or None if calls and recipient else None
+        self._is_reasoning = channel is not None and channel[1] == "analysis" and self._recipient is None
 
     def push(self, piece: str) -> list[Part]:
         self._buffer += piece
@@ -75,7 +74,7 @@ class HarmonyParser(AnswerParser):
         text = self._buffer.lstrip()
         heads = ("assistant", *HEADS) if self._started else HEADS
         if text and not any(text.startswith(head) or (not final and head.startswith(text)) for head in heads):
-            self._header, self._in_message = "", True
+            self._begin_message("")
             return True
         header, marker, rest = self._buffer.partition(MESSAGE)
         if not marker:
@@ -84,14 +83,16 @@ class HarmonyParser(AnswerParser):
                 if RECIPIENT.search(header):  # of a call, which is cut off
                     parts += self._trimmed.add("content", header)
             return False
-        self._header, self._buffer, self._in_message = header, rest, True
+        self._buffer = rest
+        self._begin_message(header)
         self._trimmed.end_part()
         return True
 
     def _message(self, parts: list[Part], final: bool) -> bool:
-        end = ENDS.search(self._buffer)
+        end = ENDS.search(self._buffer, self._looked)
         if (recipient := self._recipient) is not None:
             if end is None and not final:
+                self._looked = max(len(self._buffer) - LONGEST_END, 0)
                 return False
             text = self._buffer[: end.start()] if end else self._buffer
             try:

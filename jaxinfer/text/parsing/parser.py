@@ -310,8 +310,9 @@ class MarkerParser(AnswerParser):
 
 _BARE = "{[`"
 """The characters with which answers begin that may be nothing but calls."""
-_FIRST_KEY = re.compile(r'\s*(?:```\w*)?[\s\[{]*"((?:[^"\\]|\\.)*)"')
-_BEFORE_KEY = re.compile(r'\s*(?:`{1,2}|(?:```\w*)?[\s\[{]*(?:"(?:[^"\\]|\\.)*\\?)?)\Z')
+# Bounded, since each piece of an answer is matched again.
+_FIRST_KEY = re.compile(r'\s*(?:```\w{0,16})?[\s\[{]{0,64}"(\w{1,16})"')
+_BEFORE_KEY = re.compile(r'\s*(?:`{1,2}|(?:```\w{0,16})?[\s\[{]{0,64}(?:"\w{0,16})?)\Z')
 _CALL_KEYS = frozenset(("name", "type", "function", "arguments", "parameters", "id"))
 
 
