@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxinfer.generation.api.async_llm import OutputStream
@@ -68,16 +68,20 @@ class ChatAnswer(NamedTuple):
         """Tell the parts of a completion apart."""
         return CompletionParts(self.make_parser and self.make_parser(), parallel=self.parallel)
 
-    async def end(self, snapshot: RequestSnapshot) -> int:
+    async def end(self, snapshot: RequestSnapshot, parts: "Sequence[CompletionParts]") -> int:
         """Remember the answer, of its last snapshot; return how many tokens of all completions are reasoning."""
-        return await asyncio.to_thread(self._end, snapshot)  # a long answer takes milliseconds
+        return await asyncio.to_thread(self._end, snapshot, parts)  # a long answer takes milliseconds
 
-    def _end(self, snapshot: RequestSnapshot) -> int:
+    def _end(self, snapshot: RequestSnapshot, parts: "Sequence[CompletionParts]") -> int:
         if self.remember is not None:
             self.remember(snapshot)
-        if self.make_parser is None:
-            return 0
-        return sum(_reasoning_tokens(each, self.make_parser(), self.tokenizer) for each in snapshot.completions)
+        count = 0
+        for completion, its_parts in zip(snapshot.completions, parts, strict=True):
+            if self.make_parser is None or its_parts.reasoning_tokens is not None:
+                count += its_parts.reasoning_tokens or 0
+            else:
+                count += _reasoning_tokens(completion, self.make_parser(), self.tokenizer)
+        return count
 
 
 class CompletionParts:
@@ -85,23 +89,37 @@ class CompletionParts:
 
     Attributes:
       num_calls: how many calls it has so far.
+      reasoning_tokens: how many of its tokens are reasoning; None: several came at once, of which not all are.
     """
 
     def __init__(self, parser: AnswerParser | None, *, parallel: bool):
         self._parser, self._parallel, self.num_calls = parser, parallel, 0
+        self.reasoning_tokens: int | None = 0
 
     def advance(self, completion: CompletionSnapshot, seen: CompletionSnapshot | None = None) -> list[Part]:
         """Return the parts that are new since it was seen."""
         text = completion.text(seen)
         if self._parser is None:
             return [TextPart("content", text)] if text else []
+        before = self._parser.in_reasoning
         parts = self._parser.push(text) if text else []
+        whole = bool(parts) and isinstance(parts[0], TextPart) and parts[0].kind == "reasoning"
+        if before or whole or self._parser.in_reasoning:
+            self._count_reasoning(completion, seen, all_of_it=before and self._parser.in_reasoning)
         if completion.finish_reason is not None:
             parts += self._parser.finish()
         for part in parts:
             if isinstance(part, ToolCall):  # few are, and each token comes here
                 return [part for part in parts if not isinstance(part, ToolCall) or self._counted()]
         return parts
+
+    def _count_reasoning(
+        self, completion: CompletionSnapshot, seen: CompletionSnapshot | None, *, all_of_it: bool
+    ) -> None:
+        first = len(completion.sequence.request.prompt_token_ids) if seen is None else seen.num_tokens
+        new = completion.num_tokens - first
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens = self.reasoning_tokens + new if all_of_it or new == 1 else None
 
     def _counted(self) -> bool:
         """Count a call; return whether the client gets it."""

@@ -195,7 +195,8 @@ class ChatReply(Reply):
 
     async def usage_at_end(self) -> Usage:
         """The usage of the whole request, with the tokens of its reasoning."""
-        return usage_of(self.newest.values(), await self._chat_answer.end(self.newest[0]))
+        parts = [self._parts[index] for index in range(len(self.newest[0].completions))]
+        return usage_of(self.newest.values(), await self._chat_answer.end(self.newest[0], parts))
 
     def whole_choice(self, index: int, completion: CompletionSnapshot) -> CompletionChoice:
         """The message of a completion."""

@@ -101,7 +101,7 @@ class MessageReply:
 
     async def _end(self) -> dict[str, Any]:
         """Count the tokens of the request."""
-        self.usage = usage_of(self.newest.values(), await self._answer.end(self.newest[0]))
+        self.usage = usage_of(self.newest.values(), await self._answer.end(self.newest[0], [self._parts]))
         return _usage(self.usage)
 
     def _stop(self, completion: CompletionSnapshot) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class ResponseReply:
         if not output.items:  # a response without items is none to many clients
             output.add(TextPart("content", ""))
         output.close(status)
-        self.usage = usage_of([snapshot], await self._answer.end(snapshot))
+        self.usage = usage_of([snapshot], await self._answer.end(snapshot, [self._parts]))
         self._response |= {"status": status, "output": output.items, "usage": _usage(self.usage)}
         self._tell(status)
         content = msgspec.json.encode(self._response)

@@ -37,13 +37,9 @@ class HarmonyParser(AnswerParser):
     def __init__(self, *, calls: bool = True):
         self._calls, self._trimmed = calls, Trimmed()
         self._header, self._buffer = "", ""
-        self._in_message, self._started, self._is_reasoning = False, False, False
+        self._in_message, self._started, self.in_reasoning = False, False, False
         self._recipient: str | None = None  # the function that the message calls
         self._looked = 0  # where an end of the message may begin
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._in_message and self._is_reasoning
 
     def _begin_message(self, header: str) -> None:
         """Begin a message; an empty header stands for content."""
@@ -51,7 +47,7 @@ class HarmonyParser(AnswerParser):
         recipient, channel = RECIPIENT.search(header), CHANNEL.search(header)
         calls = self._calls and recipient is not None and recipient[1].startswith(PREFIX)
         self._recipient = recipient[1].removeprefix(PREFIX) or None if calls and recipient else None
-        self._is_reasoning = channel is not None and channel[1] == "analysis" and self._recipient is None
+        self.in_reasoning = channel is not None and channel[1] == "analysis" and self._recipient is None
 
     def push(self, piece: str) -> list[Part]:
         self._buffer += piece
@@ -103,13 +99,14 @@ class HarmonyParser(AnswerParser):
         else:
             partial = None if final or end else _PARTIAL.search(self._buffer)
             text = self._buffer[: end.start() if end else partial.start() if partial else len(self._buffer)]
-            parts += self._trimmed.add("reasoning" if self._is_reasoning else "content", text)
+            parts += self._trimmed.add("reasoning" if self.in_reasoning else "content", text)
         if end is None:
             self._buffer = "" if recipient is not None else self._buffer[len(text) :]
             if recipient is not None:
                 self._in_message = False
             return False
-        if self._is_reasoning:
+        if self.in_reasoning:
             self._trimmed.end_part()
+            self.in_reasoning = False
         self._buffer, self._in_message, self._started = self._buffer[end.end() :], False, end[0] == START
         return True

@@ -71,7 +71,13 @@ class CallSyntax(NamedTuple):
 
 
 class AnswerParser(abc.ABC):
-    """Tells the parts of one answer apart."""
+    """Tells the parts of one answer apart.
+
+    Attributes:
+      in_reasoning: whether the text so far ends within reasoning.
+    """
+
+    in_reasoning: bool
 
     @abc.abstractmethod
     def push(self, piece: str) -> list[Part]:
@@ -80,11 +86,6 @@ class AnswerParser(abc.ABC):
     @abc.abstractmethod
     def finish(self) -> list[Part]:
         """Return the parts that were waiting; no piece follows."""
-
-    @property
-    @abc.abstractmethod
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends within reasoning."""
 
 
 class Trimmed:
@@ -151,10 +152,6 @@ class MarkerParser(AnswerParser):
         self._reasoning_markers = _Markers([reasoning.end, *markers] if reasoning else [])
         self._text_state = self._content  # to which a text returns that is no call
 
-    @property
-    def in_reasoning(self) -> bool:
-        return self._state == self._reason or (self._opened and self._state == self._begin)
-
     def push(self, piece: str) -> list[Part]:
         if not self._buffer and self._is_plain(piece):  # as most pieces are
             return self._trimmed.add(self._kind, piece)
@@ -178,6 +175,7 @@ class MarkerParser(AnswerParser):
         """Change the state."""
         self._state, self._is_plain = state, _never
         self._kind: Kind = "content"
+        self.in_reasoning = state == self._reason or (self._opened and state == self._begin)
         if state == self._content:
             self._is_plain = self._content_markers.firsts.isdisjoint
         elif state == self._reason:
