@@ -97,14 +97,15 @@ def results_of(blocks: list[dict[str, Any]], text: Callable[[int], str]) -> list
 def parser_overhead(report: Report, settings: Settings, agent: Path, plain: Path) -> None:
     """Measure the server's CPU time of an event with parsers of reasoning and calls, against that without."""
     load = LOAD._replace(tokens=60) if settings.quick else LOAD
-    with_parsers, without = [], []
+    loads = {"parsers": (agent, load._replace(tools=True)), "no parsers": (plain, load._replace(tools=False))}
+    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in loads}
     for _ in range(settings.rounds):
-        without.append(measure_served(plain, load._replace(tools=False), "engine"))
-        with_parsers.append(measure_served(agent, load._replace(tools=True), "engine"))
-    rows = {"parsers": medians(with_parsers), "no parsers": medians(without)}
+        for kind, (model, its_load) in loads.items():
+            rounds[kind].append(measure_served(model, its_load, "engine"))
+    rows = {kind: medians(each) for kind, each in rounds.items()}
     for kind, row in rows.items():
         row = {name: round(value, 3) for name, value in row.items()}
-        report.row(figure="parsers", kind=kind, **load._asdict(), **row)
+        report.row(figure="parsers", kind=kind, **loads[kind][1]._asdict(), **row)
         rich.print(f"events of chats, {kind}: {row}")
     overhead = rows["no parsers"]["events_per_cpu_s"] / rows["parsers"]["events_per_cpu_s"] - 1
     report.check("parser_overhead", overhead, "of the CPU time of an event", target=0.05, better="lower")
