@@ -48,7 +48,7 @@ class Conversation:
         assert llm.tokenizer is not None, "the model chats"
         self._tokenizer, template = llm.tokenizer, options.get("chat_template")
         self._form = AnswerFormat.of_template(llm.tokenizer.chat_templates.text_of(template))
-        if self._form.reasoning and any(llm.tokenizer.special_id(each) is not None for each in self._form.markers):
+        if self._form.reasoning and self._form.has_special_markers(llm.tokenizer):
             params = dataclasses.replace(params, skip_special_tokens=False)
         self._llm, self._params, self._hides, self._options = llm, params, hide_thinking, options
         self._context = llm.engine.config.context

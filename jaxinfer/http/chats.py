@@ -183,7 +183,7 @@ async def begin_chat(model: ServedModel, chat: Chat, adapter: str | None, limits
     form, make_parser = prompt.form, prompt.make_parser
     sampling = _constrained(chat, form, prompt.opened)
     parses = form.reasoning is not None or tools.schemas is not None
-    if parses and any(llm.tokenizer.special_id(marker) is not None for marker in form.markers):
+    if parses and form.has_special_markers(llm.tokenizer):
         sampling.setdefault("skip_special_tokens", False)
     params = SamplingParams.from_model(llm, chat=True, **sampling, adapter=adapter)
     stream = llm.generate(prompt.token_ids, params, deadline=limits.timeout)

@@ -217,6 +217,14 @@ def with_arguments(messages: list[dict[str, Any]], *, as_text: bool = False) -> 
     return made
 
 
+def decode_arguments(place: str, text: str, *, param: str) -> dict[str, Any]:
+    """Decode the arguments of a call that a client sends back. Raises BadRequestError."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise BadRequestError(f"{place} must be the JSON text of an object, got {shown(text)}.", param=param) from None
+
+
 def _with_arguments(place: str, call: Any, *, as_text: bool) -> dict[str, Any]:
     match call:
         case {"function": {"name": str(), **rest}} if isinstance(rest.get("arguments", ""), str | dict):
@@ -229,13 +237,7 @@ def _with_arguments(place: str, call: Any, *, as_text: bool) -> dict[str, Any]:
             )
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            raise BadRequestError(
-                f"{place}.function.arguments must be the JSON text of an object, got {shown(arguments)}.",
-                param="messages",
-            ) from None
+        arguments = decode_arguments(f"{place}.function.arguments", arguments, param="messages")
     if as_text:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return call | {"function": function | {"arguments": arguments}}

@@ -3,11 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
-from jaxinfer.fields import shown
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.responses.bodies import InputItem, ItemPart
+from jaxinfer.http.tools import decode_arguments
 
 PLAIN = "plain:"
 """How `encrypted_content` begins, which is the reasoning itself: clients that send back nothing else keep it so."""
@@ -81,13 +79,8 @@ def _reasoning(place: str, item: InputItem) -> str:
 
 def _arguments(place: str, item: InputItem) -> dict[str, Any]:
     """The arguments of a call, as chat templates want them."""
-    text = _given(place, "arguments", item.arguments) or "{}"
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise BadRequestError(
-            f"{place}.arguments must be the JSON text of an object, got {shown(text)}.", param=f"{place}.arguments"
-        ) from None
+    place, text = f"{place}.arguments", _given(place, "arguments", item.arguments) or "{}"
+    return decode_arguments(place, text, param=place)
 
 
 def _text(place: str, content: str | list[ItemPart] | None) -> str:

@@ -7,6 +7,7 @@ from jaxinfer.fields import shown
 from jaxinfer.text.parsing.calls import SYNTAXES
 from jaxinfer.text.parsing.harmony import MESSAGE, HarmonyParser
 from jaxinfer.text.parsing.parser import AnswerParser, CallSyntax, MarkerParser, ReasoningTags, Schemas
+from jaxinfer.text.tokenizer import Tokenizer
 
 HARMONY = "openai"
 """The format of GPT-OSS, for calls and reasoning, by vLLM's name."""
@@ -87,9 +88,12 @@ class AnswerFormat(NamedTuple):
         """Whether the model writes reasoning, content and calls in channels, as GPT-OSS does."""
         return HARMONY in (self.calls, self.reasoning)
 
+    def has_special_markers(self, tokenizer: Tokenizer) -> bool:
+        """Check whether a marker is a special token, which the text of an answer must then not leave out."""
+        return any(tokenizer.special_id(marker) is not None for marker in self._markers)
+
     @property
-    def markers(self) -> tuple[str, ...]:
-        """All markers that may be special tokens."""
+    def _markers(self) -> tuple[str, ...]:
         syntax = SYNTAXES.get(self.calls)
         calls = () if syntax is None else (syntax.begin, syntax.end, *syntax.ignored, *syntax.others)
         harmony = (MESSAGE,) if self.has_channels else ()
