@@ -47,6 +47,9 @@ MODEL_OPTIONS = (
 KEYS = "JAXINFER_API_KEY"
 """The environment variable with API keys, separated by commas."""
 
+ADMIN_KEYS = "JAXINFER_ADMIN_KEY"
+"""The environment variable with admin keys, separated by commas."""
+
 QueueTimeOption = Annotated[
     float, typer.Option(help="Seconds that a request may wait for its turn; others get 429, most of them at once.")
 ]
@@ -117,13 +120,14 @@ def serve(
 ) -> None:
     """Serve models over HTTP, as the OpenAI API does.
 
-    Clients need one of the keys in the environment variable JAXINFER_API_KEY (separated by commas), if it is set.
+    Clients need one of the keys in the environment variable JAXINFER_API_KEY (separated by commas), if it is set, and
+    one of those in JAXINFER_ADMIN_KEY to load or unload anything.
     """
     for package in ("uvicorn", "starlette", "prometheus_client"):
         require_extra(package, "jaxinfer serve")
     from jaxinfer.http.listening import listen
 
-    keys = tuple(key for key in os.environ.get(KEYS, "").split(",") if key)
+    keys = {"api_keys": _keys(KEYS), "admin_keys": _keys(ADMIN_KEYS)}
     if config is None:
         with listen(host, port) as listening:  # before what takes seconds to import
             _run(_given(ctx, keys), listening)
@@ -131,9 +135,14 @@ def serve(
         _refuse_others(ctx)
         from jaxinfer.http.config import ServerConfig
 
-        served = ServerConfig.read(config, api_keys=keys)
+        served = ServerConfig.read(config, **keys)
         with listen(served.host, served.port) as listening:
             _run(served, listening)
+
+
+def _keys(variable: str) -> tuple[str, ...]:
+    """The keys in an environment variable."""
+    return tuple(key for key in os.environ.get(variable, "").split(",") if key)
 
 
 def _run(config: "ServerConfig", listening: "socket.socket") -> None:
@@ -170,7 +179,7 @@ def _refuse_others(ctx: typer.Context) -> None:
     refuse_ignored(ctx, [name for name in ctx.params if name not in ("config", "model")], "with --config")
 
 
-def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
+def _given(ctx: typer.Context, keys: dict[str, tuple[str, ...]]) -> "ServerConfig":
     """Return the config that the command line describes. Raises ValueError."""
     from jaxinfer.http.config import ModelConfig, ServerConfig, check_names
     from jaxinfer.http.limits import Limits
@@ -199,7 +208,7 @@ def _given(ctx: typer.Context, keys: tuple[str, ...]) -> "ServerConfig":
         drain_timeout=given["drain_timeout"],
         otlp_endpoint=given["otlp_endpoint"],
         limits=Limits(
-            api_keys=keys,
+            **keys,
             cors_origins=tuple(given["cors_origin"] or ()),
             timeout=given["timeout"],
             max_body_bytes=given["max_body_bytes"],

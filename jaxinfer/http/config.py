@@ -123,11 +123,14 @@ class ServerConfig:
         )
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, api_keys: tuple[str, ...] = ()) -> Self:
+    def read(
+        cls, path: str | os.PathLike[str], *, api_keys: tuple[str, ...] = (), admin_keys: tuple[str, ...] = ()
+    ) -> Self:
         """Read a TOML file; its paths are relative to its folder.
 
         Args:
           api_keys: as in `Limits`; a file has none.
+          admin_keys: as in `Limits`; a file has none.
 
         Raises ValueError, naming the file.
         """
@@ -148,6 +151,7 @@ class ServerConfig:
                 keep_billing_header=file.keep_billing_header,
                 limits=Limits(
                     api_keys=api_keys,
+                    admin_keys=admin_keys,
                     cors_origins=tuple(file.cors_origins),
                     timeout=file.timeout,
                     max_body_bytes=file.max_body_bytes,

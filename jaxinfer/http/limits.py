@@ -18,6 +18,8 @@ class Limits:
     Attributes:
       api_keys: the keys of which a request must have one ("Authorization: Bearer KEY" or "x-api-key: KEY"); none:
         anybody may ask.
+      admin_keys: the keys of which a request that changes the server must have one; they are API keys, too. None: such
+        requests are refused if there are API keys, and otherwise anybody may send them.
       max_body_bytes: bytes of a body.
       max_prompts: prompts of one completion.
       cors_origins: origins whose pages may ask from a browser, such as "https://chat.example"; "*": all.
@@ -25,6 +27,7 @@ class Limits:
     """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_body_bytes: AtLeast1 = 8 << 20
     max_prompts: AtLeast1 = 256
     cors_origins: tuple[str, ...] = ()
@@ -33,14 +36,28 @@ class Limits:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def check_key(self, request: "Request") -> None:
-        """Raise BadRequestError unless the request has one of the keys. Its time does not depend on the key."""
+    def check_key(self, request: "Request", *, admin: bool = False) -> None:
+        """Raise BadRequestError unless the request has one of the keys. Its time does not depend on the key.
+
+        admin: whether it must be an admin key.
+        """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         bearer = key.strip().encode() if scheme.lower() == "bearer" else b""
         given = (bearer, request.headers.get("x-api-key", "").encode())
-        known = [hmac.compare_digest(key, each.encode()) for key in given for each in self.api_keys]
-        if self.api_keys and not any(known):
+        known = [hmac.compare_digest(key, each.encode()) for key in given for each in self.api_keys + self.admin_keys]
+        is_admin = [hmac.compare_digest(key, each.encode()) for key in given for each in self.admin_keys]
+        if (self.api_keys or (admin and self.admin_keys)) and not any(known):
             raise BadRequestError("the API key is missing or wrong.", status=401, code="invalid_api_key")
+        if admin and self.needs_key and not any(is_admin):
+            why = "send one" if self.admin_keys else "the server has none"
+            raise BadRequestError(
+                f"this changes the server, which takes an admin key: {why}.", status=403, code="admin_key_required"
+            )
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a request that changes the server needs a key."""
+        return bool(self.api_keys or self.admin_keys)
 
     async def read_body(self, request: "Request") -> bytes:
         """Read a body. Raises BadRequestError for one that is too large, before all of it is read."""

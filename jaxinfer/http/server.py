@@ -198,12 +198,15 @@ class Server:
         """`GET /version`."""
         return _json({"version": version("jaxinfer")})
 
-    def guarded(self, path: str, handler: Handler, *methods: str) -> Route:
-        """A route behind the check of keys. Errors are responses, and responses are counted."""
+    def guarded(self, path: str, handler: Handler, *methods: str, admin: bool = False) -> Route:
+        """A route behind the check of keys. Errors are responses, and responses are counted.
+
+        admin: whether it changes the server, and needs an admin key.
+        """
 
         async def handle(request: Request) -> Response:
             try:
-                self.limits.check_key(request)
+                self.limits.check_key(request, admin=admin)
                 response = await handler(request)
             except (DisconnectedError, ClientDisconnect):
                 response = Response(status_code=499)
@@ -245,8 +248,8 @@ def make_app(
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
         server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
-        server.guarded("/v1/load_lora_adapter", server.load_adapter, "POST"),
-        server.guarded("/v1/unload_lora_adapter", server.unload_adapter, "POST"),
+        server.guarded("/v1/load_lora_adapter", server.load_adapter, "POST", admin=True),
+        server.guarded("/v1/unload_lora_adapter", server.unload_adapter, "POST", admin=True),
         server.guarded("/tokenize", server.tokenize, "POST"),
         server.guarded("/detokenize", server.detokenize, "POST"),
         Route("/metrics", server.show_metrics),

@@ -247,8 +247,10 @@ def test_who_may_load_adapters(llm, async_llm, places):
     async def main():
         closed = Client(http.app(llm, name="tiny"))
         full = Client(http.app(async_llm, name="tiny", adapter_folders=[places]))
-        keyed = Client(http.app(llm, name="tiny", limits=http.Limits(api_keys=("k",)), adapter_folders=[places]))
-        key = {"Authorization": "Bearer k"}
+        limits = http.Limits(api_keys=("k",), admin_keys=("root",))
+        keyed = Client(http.app(llm, name="tiny", limits=limits, adapter_folders=[places]))
+        key, user = {"Authorization": "Bearer root"}, {"Authorization": "Bearer k"}
+        unset = Client(http.app(llm, name="tiny", limits=http.Limits(api_keys=("k",)), adapter_folders=[places]))
         return [
             await ask(closed, LOAD, body),
             await ask(full, LOAD, body),
@@ -256,12 +258,15 @@ def test_who_may_load_adapters(llm, async_llm, places):
             await ask(keyed, UNLOAD, {"lora_name": "a"}),
             await ask(keyed, LOAD, body, headers=key),
             await ask(keyed, UNLOAD, {"lora_name": "a"}, headers=key),
+            await ask(keyed, LOAD, body, headers=user),
+            await ask(unset, LOAD, body, headers=user),
             await ask(closed, UNLOAD, {"lora_name": "a"}),
             await ask(closed, UNLOAD, {"lora_name": "tiny"}),
         ]
 
     answers = run(main())
-    assert [status for status, _ in answers] == [403, 400, 401, 401, 200, 200, 404, 404]
+    assert [status for status, _ in answers] == [403, 400, 401, 401, 200, 200, 403, 403, 404, 404]
+    assert answers[6][1]["error"]["code"] == "admin_key_required"
     assert "start the server with --adapter-folder DIR" in answers[0][1]["error"]["message"]
     assert "has no room for adapters: set its max_adapters" in answers[1][1]["error"]["message"]
     assert "has no adapter 'tiny'" in answers[-1][1]["error"]["message"]
