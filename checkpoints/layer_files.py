@@ -108,6 +108,7 @@ class LayerFiles:
     Args:
       folder: one that `write_layers` made.
       preadv: reads from a file into buffers; tests give one that fails.
+      cached: whether the system may keep what is read in its page cache, from which reading it again is fast.
 
     Attributes:
       folder: the same.
@@ -117,8 +118,15 @@ class LayerFiles:
     Raises CheckpointError for a folder that is damaged, truncated, or not such a folder.
     """
 
-    def __init__(self, folder: pathlib.Path, preadv: Callable[[int, list[Any], int], int] = os.preadv):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        preadv: Callable[[int, list[Any], int], int] = os.preadv,
+        *,
+        cached: bool = False,
+    ):
         self.folder, self._preadv, self.retries = folder, preadv, 0
+        self._read = read_cached if cached else read_direct
         manifest = _read_manifest(folder)
         self.layers, self._block_bytes = manifest.layers, manifest.block_bytes
         for layer in self.layers:
@@ -168,7 +176,7 @@ class LayerFiles:
                     break
                 self.retries += 1
             try:
-                read_direct(self.folder / stored.file, offset, part, self._preadv)
+                self._read(self.folder / stored.file, offset, part, self._preadv)
             except OSError as error:
                 problem = f"cannot be read ({error.strerror or error}); check the disk"
                 continue
@@ -225,23 +233,41 @@ def read_direct(
     """
     handle, direct = _open(file)
     try:
-        done = 0
-        while done < len(part):
-            try:
-                count = preadv(handle, [part[done:]], offset + done)
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                os.close(handle)  # the file system takes O_DIRECT when opening, and refuses to read
-                handle, direct = os.open(file, os.O_RDONLY), False
-                continue
-            if count == 0:
-                raise OSError(errno.EIO, f"ends after {offset + done} bytes")
-            done += count
+        try:
+            _fill(handle, offset, part, preadv)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            os.close(handle)  # the file system takes O_DIRECT when opening, and refuses to read
+            handle, direct = os.open(file, os.O_RDONLY), False
+            _fill(handle, offset, part, preadv)
         if not direct:  # what is read once a pass would push everything else out of the page cache
             _drop_pages(handle, offset, len(part))
     finally:
         os.close(handle)
+
+
+def read_cached(
+    file: pathlib.Path,
+    offset: int,
+    part: memoryview,
+    preadv: Callable[[int, list[Any], int], int] = os.preadv,
+) -> None:
+    """Fill a buffer from a file, whose pages stay in the page cache. Raises OSError if it cannot be read, or ends."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        _fill(handle, offset, part, preadv)
+    finally:
+        os.close(handle)
+
+
+def _fill(handle: int, offset: int, part: memoryview, preadv: Callable[[int, list[Any], int], int]) -> None:
+    done = 0
+    while done < len(part):
+        count = preadv(handle, [part[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"ends after {offset + done} bytes")
+        done += count
 
 
 def _drop_pages(handle: int, offset: int, size: int) -> None:

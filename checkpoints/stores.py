@@ -318,6 +318,12 @@ class Staging:
             self._late.append((buffer, list(reading)))
             self._collect()
 
+    def trim(self) -> None:
+        """Give the memory of free buffers back."""
+        with self._lock:
+            self._collect()
+            self._free.clear()
+
     def _collect(self) -> None:
         """Free the buffers that nothing is read to any more; under the lock."""
         late = [(buffer, [read for read in reading if not read.done()]) for buffer, reading in self._late]

@@ -10,7 +10,7 @@ from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, CostTable, LinearFit
 from jaxinfer.compiled.device_time import Clock, DeviceTime, Interval
 from jaxinfer.compiled.drift import Drift
-from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.executables import ExecutableStore, executable_store
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
 from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.origin import Origin
@@ -42,4 +42,5 @@ __all__ = [
     "check_mappings",
     "close_at_exit",
     "compiler_options",
+    "executable_store",
 ]

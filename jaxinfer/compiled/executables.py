@@ -12,6 +12,7 @@ import json
 import logging
 import struct
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,34 +39,41 @@ class NotKeptError(ValueError):
 
 
 class ExecutableStore:
-    """Executables on disk by their keys (`disk_cache/keys.py`).
+    """Executables on disk by their keys (`disk_cache/keys.py`). Those in use are shared: each is in memory once.
 
     Any failure here costs time, not correctness: the program is compiled.
+
+    Args:
+      folder: the folder of the files.
 
     Attributes:
       not_kept: the programs that are compiled in every process, and why.
     """
 
-    def __init__(self, folder: Path | None = None):
-        self.files = KeptFiles(folder or cache_folder() / "executables", max_bytes=MAX_BYTES)
+    def __init__(self, folder: Path):
+        self.files = KeptFiles(folder, max_bytes=MAX_BYTES)
         self.not_kept: dict[str, str] = {}
+        self._in_use: weakref.WeakValueDictionary[str, jax.stages.Compiled] = weakref.WeakValueDictionary()
 
     def load(
         self, key: dict[str, Any], arguments: tuple[Any, ...], donate: Sequence[int], mesh: Mesh | None
     ) -> jax.stages.Compiled | None:
         """Load the executable with this key; None without one. arguments, donate, mesh: as it was compiled for."""
         name = keys.digest(key)
+        if (executable := self._in_use.get(name)) is not None:
+            return executable
         content = self.files.get(name)
         if content is None:
             return None
         try:
             (length,) = _LENGTH.unpack_from(content)
             start = _LENGTH.size + length
-            return _load(json.loads(content[_LENGTH.size : start]), content[start:], arguments, donate, mesh)
+            executable = _load(json.loads(content[_LENGTH.size : start]), content[start:], arguments, donate, mesh)
         except Exception as error:  # XLA's, JAX's or ours: whatever cannot be loaded is compiled
             self.files.remove(name)
             _log.info("%s is compiled anew, since what was kept of it cannot be loaded: %s", key["program"], error)
             return None
+        return self._in_use.setdefault(name, executable)
 
     def save(self, key: dict[str, Any], executable: jax.stages.Compiled) -> None:
         """Keep an executable."""
@@ -76,13 +84,24 @@ class ExecutableStore:
             return self.refuse(key["program"], str(error))
         except Exception as error:  # JAX's and jaxlib's
             return self.refuse(key["program"], f"JAX cannot serialise it, as with oneDNN's products ({error})")
-        text = json.dumps({"key": key, **header}).encode()
-        self.files.put(keys.digest(key), _LENGTH.pack(len(text)) + text + payload)
+        text, name = json.dumps({"key": key, **header}).encode(), keys.digest(key)
+        self._in_use[name] = executable
+        self.files.put(name, _LENGTH.pack(len(text)) + text + payload)
 
     def refuse(self, program: str, reason: str) -> None:
         """Note that a program is not kept."""
         if self.not_kept.setdefault(program, reason) is reason:
             _log.info("%s is compiled in every process: %s", program, reason)
+
+
+@functools.cache
+def _store_in(folder: Path) -> ExecutableStore:
+    return ExecutableStore(folder)
+
+
+def executable_store() -> ExecutableStore:
+    """The store in the user's cache folder, which everything in this process shares."""
+    return _store_in(cache_folder() / "executables")
 
 
 def _describe(executable: jax.stages.Compiled) -> tuple[dict[str, Any], bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import numpy as np
 
-from jaxinfer.compiled import ExecutableStore, Origin
+from jaxinfer.compiled import Origin, executable_store
 from jaxinfer.compiled.background import Step
 from jaxinfer.elastic.answers import Classification
 from jaxinfer.elastic.errors import LevelError
@@ -59,7 +59,7 @@ class LevelCatalogue:
             max_tasks=config.max_tasks,
             max_classes=config.max_classes,
             kernels=config.kernels,
-            store=ExecutableStore(),
+            store=executable_store(),
         )
         options = f"prompt_mode={levels.prompt_mode}, max_tasks={config.max_tasks}, max_classes={config.max_classes}"
         costs = open_costs(

@@ -14,7 +14,7 @@ import jax
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.stores import Staging
-from jaxinfer.compiled import ExecutableStore
+from jaxinfer.compiled import executable_store
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.errors import ConfigError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
@@ -331,7 +331,7 @@ class OpenedSystem:
                 place,
                 single_threaded=not alone,
                 kernels=self.config.kernels,
-                store=ExecutableStore(),
+                store=executable_store(),
             )
         return self._programs[architecture, place]
 

@@ -51,8 +51,15 @@ def app(
     elif name is not None or not models:
         raise ValueError("app takes a name with one AsyncLLM; several have theirs in the mapping, at least one.")
     folders = tuple(map(Path, adapter_folders))
-    served = [ServedModel(name, lambda llm=llm: llm, folders) for name, llm in models.items()]
+    served = [
+        ServedModel(name, lambda asleep, llm=llm: llm, folders, adapters=_adapters(llm)) for name, llm in models.items()
+    ]
     for model in served:
         model.load()
     sinks = [] if access_log is None else [records.access_log(access_log)]
     return make_app(ServedModels(served), limits or Limits(), sinks)
+
+
+def _adapters(llm: "AsyncLLM") -> list[str]:
+    """The names of the LoRA adapters that a model has."""
+    return [] if (adapters := llm.engine.adapters) is None else adapters.names

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Required, Self
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.fields import NotNegative, check_fields, shown
+from jaxinfer.checkpoints.single_file import SINGLE_FILE
+from jaxinfer.fields import AtLeast1, NotNegative, Positive, check_fields, shown
 from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName, model_in_file
 from jaxinfer.sharding import MeshConfig
+from jaxinfer.streaming.config import parse_bytes
 from jaxinfer.text.parsing.families import check_parsers
 from jaxinfer.toml_files import check_table, reading_toml
 
@@ -44,11 +46,14 @@ class ModelTable(EngineOptions, total=False):
     max_requests: int
     max_waiting: int
     mesh: dict[str, Any]
+    on_demand: bool
+    pinned: bool
     prefetch: int
     quantize: str
     reasoning_parser: str
     tool_call_parser: str
     trust_request_chat_template: bool
+    ttl: float
     weights: str
 
 
@@ -62,6 +67,9 @@ class ModelConfig:
       adapter_folders: the folders from which clients may load LoRA adapters; none: they may load none.
       tool_call_parser: how the model writes calls, one of TOOL_CALL_PARSERS; None: as its chat template has it.
       reasoning_parser: how it writes reasoning, one of REASONING_PARSERS; None: as its chat template has it.
+      on_demand: whether the first request loads it; otherwise it is loaded at the start.
+      pinned: whether it never makes room for another.
+      ttl: seconds without a request after which it is unloaded; None: never.
     """
 
     path: Path | HubName
@@ -69,8 +77,14 @@ class ModelConfig:
     adapter_folders: tuple[Path, ...] = ()
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    on_demand: bool = False
+    pinned: bool = False
+    ttl: Positive | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "on_demand", "pinned", "ttl")
+        if self.on_demand and (weights := self.options.get("weights", "device")) != "device":
+            raise ValueError(f"on_demand is not implemented with weights={weights!r}: leave one of them out.")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         for folder in self.adapter_folders:
             if not folder.is_dir():
@@ -89,6 +103,7 @@ class ServerConfig:
 
     Attributes:
       models: the models, by the names by which clients ask for them.
+      device_memory: bytes of each device that all models together may have; None: all that are free.
       host: the address to listen on.
       port: the port to listen on.
       access_log: the file that gets a line of JSON for each request; "-": stderr; None: none.
@@ -101,6 +116,7 @@ class ServerConfig:
     """
 
     models: Mapping[str, ModelConfig]
+    device_memory: AtLeast1 | None = None
     host: str = "127.0.0.1"
     port: Port = 8000
     access_log: str | None = None
@@ -111,7 +127,8 @@ class ServerConfig:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "host", "port", "access_log", "drain_timeout", "otlp_endpoint", "keep_billing_header")
+        names = ("device_memory", "host", "port", "access_log", "drain_timeout", "otlp_endpoint", "keep_billing_header")
+        check_fields(self, *names)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.models:
@@ -141,8 +158,11 @@ class ServerConfig:
                 check_table(f"models.{name}", table, ModelTable.__annotations__)
             file = msgspec.convert(content, _ServerFile)
             folder = Path(path).parent
+            found = {} if file.model_folder is None else _models_in(folder / file.model_folder)
+            named = {name: _model(name, table, folder) for name, table in file.models.items()}
             config = cls(
-                models={name: _model(name, table, folder) for name, table in file.models.items()},
+                models=found | named,
+                device_memory=_bytes("device_memory", file.device_memory),
                 host=file.host,
                 port=file.port,
                 access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
@@ -162,7 +182,9 @@ class ServerConfig:
 
 
 class _ServerFile(msgspec.Struct, kw_only=True):
-    models: dict[str, ModelTable]
+    models: dict[str, ModelTable] = {}
+    model_folder: str | None = None
+    device_memory: int | str | None = None
     host: str = ServerConfig.host
     port: int = ServerConfig.port
     access_log: str | None = ServerConfig.access_log
@@ -185,8 +207,30 @@ def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
     if "mesh" in options:
         options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"models.{name}.mesh")
     folders = tuple(folder / place for place in options.pop("adapter_folders", ()))
-    parsers = {option: options.pop(option, None) for option in ("tool_call_parser", "reasoning_parser")}
-    return ModelConfig(path=path, options=options, adapter_folders=folders, **parsers)
+    others = ("tool_call_parser", "reasoning_parser", "on_demand", "pinned", "ttl")
+    given = {option: options.pop(option) for option in others if option in options}
+    return ModelConfig(path=path, options=options, adapter_folders=folders, **given)
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
+    return None if value is None else parse_bytes(name, value)
+
+
+def _models_in(folder: Path) -> dict[str, ModelConfig]:
+    """The models in a folder, by the names of their directories and GGUF files; they are loaded on demand.
+
+    Raises ValueError for a directory that is no model.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model_folder {folder}: no such directory.")
+    models = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or (path.is_file() and path.suffix != ".gguf"):
+            continue
+        if path.is_dir() and not any((path / name).is_file() for name in ("config.json", SINGLE_FILE)):
+            raise ValueError(f"model_folder {folder}: {path.name} is no model directory; move it elsewhere.")
+        models[path.stem if path.is_file() else path.name] = ModelConfig(path=path, on_demand=True)
+    return models
 
 
 def check_names(names: Iterable[str]) -> None:

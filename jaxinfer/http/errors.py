@@ -9,7 +9,14 @@ import msgspec
 
 from jaxinfer.generation.engine.output import NO_TOKEN_MESSAGE
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
+from jaxinfer.serving import (
+    ClosedError,
+    DeadlineExceededError,
+    DiedError,
+    FailedError,
+    NotLoadedError,
+    OverloadedError,
+)
 from jaxinfer.text.chat_template import ChatOptions
 
 log = logging.getLogger(__name__)
@@ -22,6 +29,8 @@ _OPTIONS = (
 _TOO_LONG = re.compile(r"leaves no room to generate|far more than the context")
 _UNSATISFIABLE = (NO_TOKEN_MESSAGE, "No token of the model may follow", "The grammar cannot be followed")
 """How the errors begin of requests whose own options leave no token to choose."""
+LOADING_SECONDS = 5
+"""Seconds after which a client may try again to ask a model that is being loaded, if nothing better is known."""
 _MAX_CHARACTERS = 1000  # of a message, which may quote a body of megabytes
 
 
@@ -37,10 +46,6 @@ class BadRequestError(ValueError):
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
-
-
-class LoadingError(Exception):
-    """A model that a request asks for is not loaded yet."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
@@ -72,8 +77,9 @@ def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBo
             return 429, _body(str(error), "rate_limit_error", None, "overloaded"), {"Retry-After": str(wait)}
         case DeadlineExceededError():
             return 408, _body(str(error), "timeout_error", None, "timeout"), {}
-        case LoadingError():
-            return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": "5"}
+        case NotLoadedError():
+            wait = LOADING_SECONDS if error.retry_after is None else max(1, math.ceil(error.retry_after))
+            return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": str(wait)}
         case ClosedError() | DiedError():
             return 503, _body(str(error), "server_error", None, "unavailable"), {"Retry-After": "1"}
         case FailedError() if str(error).startswith(_UNSATISFIABLE):

@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
-from jaxinfer.http.errors import LoadingError
 from jaxinfer.http.served_models import ServedModel
 from jaxinfer.serving import ServingError
 
@@ -158,7 +157,7 @@ class _Engine:
         try:
             llm = self._model.llm
             stats, config = llm.stats(), llm.engine.config
-        except (LoadingError, ServingError):
+        except ServingError:
             return
         yield from self._gauges(stats)
         if isinstance(config, EngineConfig):  # an encoder has no cache

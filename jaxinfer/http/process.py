@@ -1,9 +1,7 @@
 """The process of `jaxinfer serve`: it loads its models in a thread, and drains before it ends."""
 
 import asyncio
-import functools
 import gc
-import re
 import signal
 import socket
 import sys
@@ -15,11 +13,10 @@ from typing import Any, TextIO
 
 import uvicorn
 
-from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http import records
-from jaxinfer.http.config import ModelConfig, ServerConfig
+from jaxinfer.http.config import ServerConfig
 from jaxinfer.http.draining import Drain
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.loading import load_models, served_models
 from jaxinfer.http.server import make_app
 
 LAST_SECONDS = 1.0
@@ -45,25 +42,15 @@ def serve(
     Raises what `AsyncLLM` raises for a model that cannot be loaded; ValueError, naming the file, for one of a file;
     KeyboardInterrupt for a second SIGINT, or one while models are being loaded.
     """
-    models = [
-        ServedModel(
-            name,
-            functools.partial(_load, config.source, name, model),
-            model.adapter_folders,
-            tool_call_parser=model.tool_call_parser,
-            reasoning_parser=model.reasoning_parser,
-        )
-        for name, model in config.models.items()
-    ]
+    models = served_models(config)
     with _sinks(config, access_log) as sinks, short_turns():
-        app = make_app(ServedModels(models), config.limits, sinks, keep_billing_header=config.keep_billing_header)
+        app = make_app(models, config.limits, sinks, keep_billing_header=config.keep_billing_header)
         server = _Server(app, app.state.drain, config.drain_timeout)
         errors: list[BaseException] = []
 
         def load() -> None:
             try:
-                for model in models:
-                    model.load()
+                load_models(config, models)
                 freeze()
                 ready()
             except BaseException as error:
@@ -158,14 +145,3 @@ class _Server(uvicorn.Server):
             cycle: Any = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:
                 connection.transport.abort()
-
-
-def _load(source: str | None, name: str, model: ModelConfig) -> AsyncLLM:
-    """Load a model; an error names its table in the file, and options as they are written there."""
-    try:
-        return AsyncLLM(**model.load_options)
-    except (ValueError, OSError, MemoryError) as error:
-        if source is None:
-            raise
-        message = re.sub(r"\b[A-Z]\w*\.(?=[a-z]\w*)", "", str(error))
-        raise ValueError(f"{source}: models.{name}: {message}") from error

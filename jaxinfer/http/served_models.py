@@ -1,7 +1,11 @@
 """The models of a server: their names, their adapters, and whether they are loaded."""
 
 import asyncio
+import enum
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,68 +13,182 @@ from typing import NamedTuple
 from jaxinfer.fields import shown
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import check_names
-from jaxinfer.http.errors import BadRequestError, LoadingError
+from jaxinfer.http.errors import BadRequestError
+from jaxinfer.http.residency import Residency
 from jaxinfer.http.turns import TurnMemory
+from jaxinfer.serving import NotLoadedError
 from jaxinfer.text.parsing import AnswerFormat
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 10.0
+"""Seconds after a failure to load a model until the next attempt."""
+USE_SECONDS = 300.0
+"""Seconds over which the use of a model is counted."""
+
+
+class State(enum.Enum):
+    """Whether a model can answer; the values are those of `/v1/models`."""
+
+    UNLOADED = "unloaded"  # a request loads it
+    LOADING = "loading"
+    LOADED = "loaded"
+    SLEEPING = "sleeping"  # it has no memory of the devices; a request wakes it, unless it is held asleep
+    FAILED = "failed"  # a request tries again, after `RETRY_SECONDS`
+
+
+class Use:
+    """How often a model was asked lately.
+
+    Attributes:
+      last: when it was asked last, by `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.last, self._count = time.perf_counter(), 0.0
+
+    def note(self) -> None:
+        """Count a request."""
+        now = time.perf_counter()
+        self._count, self.last = self._decayed(now) + 1, now
+
+    def per_second(self, now: float) -> float:
+        """The requests a second, over about the last `USE_SECONDS`."""
+        return self._decayed(now) / USE_SECONDS
+
+    def _decayed(self, now: float) -> float:
+        return self._count * math.exp((self.last - now) / USE_SECONDS)
 
 
 class ServedModel:
-    """A model that clients ask for by its name, from before it is loaded until it is closed.
+    """A model that clients ask for by its name, from before it is loaded until the server ends.
 
     Args:
       name: the name.
-      load: returns the model. It is called once, by `load`.
+      load: returns the model, asleep if it is to be so.
       adapter_folders: the folders from which clients may load LoRA adapters.
+      adapters: the names of the LoRA adapters that it is loaded with.
       tool_call_parser: how it writes calls; None: as its chat template has it.
       reasoning_parser: how it writes reasoning; None: as its chat template has it.
+      on_demand: whether the first request loads it; otherwise it is loaded at the start.
+      pinned: whether it never makes room for another.
+      ttl: seconds without a request after which it is unloaded; None: never.
 
     Attributes:
       adapters: the LoRA adapters, by the names that clients know; the values are their names in the engine.
       loads_adapter: held while an adapter is read.
       turns: its latest answers in chats.
+      use: how often it was asked.
+      held: whether it sleeps until `/wake_up`, whoever asks.
+      load_seconds: what the last load, or waking up, took; None before any.
     """
 
     def __init__(
         self,
         name: str,
-        load: Callable[[], AsyncLLM],
+        load: Callable[[bool], AsyncLLM],
         adapter_folders: tuple[Path, ...] = (),
         *,
+        adapters: Iterable[str] = (),
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
+        on_demand: bool = False,
+        pinned: bool = False,
+        ttl: float | None = None,
     ):
         self._parsers = {"calls": tool_call_parser, "reasoning": reasoning_parser}
         self._formats = dict[tuple[str | None, bool], AnswerFormat]()
-        self.name, self.adapters, self.adapter_folders = name, dict[str, str](), adapter_folders
-        self.loads_adapter, self.turns = asyncio.Lock(), TurnMemory()
+        self.name, self.adapter_folders, self._own_adapters = name, adapter_folders, tuple(adapters)
+        self.adapters = {adapter: adapter for adapter in self._own_adapters}
+        self.on_demand, self.pinned, self.ttl = on_demand, pinned, ttl
+        self.loads_adapter, self.turns, self.use = asyncio.Lock(), TurnMemory(), Use()
+        self.held = False
+        self.load_seconds: float | None = None
         self._load, self._llm, self._closed = load, None, False
+        self._loading = threading.Lock()  # held while it is loaded
         self._lock = threading.Lock()  # `close` may come while another thread loads
+        self._error: tuple[Exception, float] | None = None
 
-    def load(self) -> None:
-        """Load the model. Raises what loading raises."""
-        llm = self._load()
-        adapters = None if llm.engine.adapters is None else llm.engine.adapters.names
-        with self._lock:
-            self.adapters = {name: name for name in adapters or ()}
-            self._llm = llm
-            closed = self._closed
-        if closed:
-            llm.close()
+    def load(self, *, asleep: bool = False) -> AsyncLLM:
+        """Load the model, unless it is loaded; `asleep` without its weights. From any thread.
+
+        Raises what loading raises; NotLoadedError for `RETRY_SECONDS` after it has failed.
+        """
+        with self._loading:
+            if self._llm is not None:
+                return self._llm
+            self.check_failure()
+            try:
+                llm = self._load(asleep)
+            except Exception as error:
+                self.fail(error)
+                raise
+            with self._lock:
+                self._llm, self._error = llm, None
+                closed = self._closed
+            if closed:
+                llm.close()
+            return llm
+
+    def fail(self, error: Exception) -> None:
+        """Note that it cannot be loaded, or woken up, for a while."""
+        self._error = error, time.perf_counter()
+
+    @property
+    def retry_at(self) -> float | None:
+        """When it may be loaded again after a failure, by `time.perf_counter`; None: at once."""
+        if self._error is None:
+            return None
+        _, when = self._error
+        return when + RETRY_SECONDS if time.perf_counter() < when + RETRY_SECONDS else None
+
+    def check_failure(self) -> None:
+        """Raise NotLoadedError if loading it has failed a short time ago."""
+        if self._error is not None and (retry_at := self.retry_at) is not None:
+            error, _ = self._error
+            wait = retry_at - time.perf_counter()
+            raise NotLoadedError(f"the model {self.name!r} cannot be loaded: {error}", wait) from error
+
+    @property
+    def loaded(self) -> AsyncLLM | None:
+        """The model, if it is loaded or sleeps."""
+        return self._llm
 
     @property
     def llm(self) -> AsyncLLM:
-        """The model. Raises LoadingError until it is loaded."""
-        if self._llm is None:
-            raise LoadingError(f"the model {self.name!r} is being loaded; try again later.")
-        return self._llm
+        """The model. Raises NotLoadedError until it is loaded."""
+        if (llm := self._llm) is None:
+            self.check_failure()
+            raise NotLoadedError(f"the model {self.name!r} is being loaded; try again later.")
+        return llm
+
+    @property
+    def state(self) -> State:
+        """Whether it can answer."""
+        if self._error is not None:
+            return State.FAILED
+        if (llm := self._llm) is not None:
+            return State.SLEEPING if llm.is_sleeping else State.LOADED
+        return State.LOADING if self._loading.locked() or not self.on_demand else State.UNLOADED
+
+    def unload(self) -> None:
+        """Close the model once its requests have ended; the next request loads it again. From any thread."""
+        with self._loading:
+            with self._lock:
+                llm, self._llm, self.on_demand = self._llm, None, True
+            if llm is not None:
+                llm.close(drain=True)
+                self.adapters = {adapter: adapter for adapter in self._own_adapters}
+                self._formats.clear()
 
     def answer_format(self, chat_template: str | None, *, has_tools: bool) -> AnswerFormat:
         """Find out how the model writes calls and reasoning, after one of its chat templates, or the text of another.
 
         Raises ValueError if it has no such template.
         """
-        assert self.llm.tokenizer is not None, "it chats"
-        templates = self.llm.tokenizer.chat_templates
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None, "it chats"
+        templates = tokenizer.chat_templates
         key = (chat_template, has_tools)
         if (form := self._formats.get(key)) is None:
             text = templates.text_of(chat_template, has_tools=has_tools)
@@ -80,21 +198,21 @@ class ServedModel:
         return form
 
     @property
-    def is_loaded(self) -> bool:
-        """Whether it is loaded. It stays so after `close`."""
-        return self._llm is not None
+    def is_ready(self) -> bool:
+        """Whether a request is taken: it is loaded, or will be when one comes."""
+        return self._llm is not None or self.on_demand or self._error is not None
 
     @property
     def is_running(self) -> bool:
         """Whether it takes requests, or will once it is loaded."""
-        return not self._closed and (self._llm is None or self._llm.is_running)
+        return not self._closed and ((llm := self._llm) is None or llm.is_running)
 
     def close(self, *, drain: bool) -> None:
         """Close the model as `AsyncLLM.close` does. One that is being loaded closes when that ends."""
         with self._lock:
             self._closed = True
-        if self._llm is not None:
-            self._llm.close(drain=drain)
+        if (llm := self._llm) is not None:
+            llm.close(drain=drain)
 
 
 class ModelChoice(NamedTuple):
@@ -114,15 +232,29 @@ class ModelChoice(NamedTuple):
 class ServedModels:
     """All models of a server. Requests find them by name; no name is ever a path.
 
+    Attributes:
+      residency: decides which of them have memory.
+
     Raises ValueError unless all names are distinct.
     """
 
     def __init__(self, models: Iterable[ServedModel]):
-        self._models = list(models)
+        self._models, self._same = list(models), dict[str, ServedModel]()
         check_names(name for model in self._models for name in (model.name, *model.adapters))
+        self.residency = Residency(self._models)
+        self._loading = dict[str, asyncio.Task[None]]()
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
+
+    @property
+    def own(self) -> list[ServedModel]:
+        """The models that are loaded: all but those that share another's files."""
+        return [model for model in self._models if model.name not in self._same]
+
+    def share(self, model: ServedModel, other: str) -> None:
+        """Have requests for one model answered by another, which has the same files."""
+        self._same[model.name] = self.find(other).model
 
     @property
     def only(self) -> ServedModel | None:
@@ -130,9 +262,9 @@ class ServedModels:
         return self._models[0] if len(self._models) == 1 else None
 
     @property
-    def are_loaded(self) -> bool:
-        """Whether all are loaded."""
-        return all(model.is_loaded for model in self._models)
+    def are_ready(self) -> bool:
+        """Whether requests for all are taken."""
+        return all(model.is_ready for model in self.own)
 
     @property
     def are_running(self) -> bool:
@@ -145,9 +277,9 @@ class ServedModels:
         return [name for model in self._models for name in (model.name, *model.adapters)]
 
     def find(self, name: str) -> ModelChoice:
-        """Find a model or an adapter; an empty name stands for the only model.
+        """Find a model or an adapter, loaded or not; an empty name stands for the only model.
 
-        Raises BadRequestError if there is none; LoadingError while that is not known.
+        Raises BadRequestError if there is none.
         """
         if not name:
             if self.only is None:
@@ -155,11 +287,9 @@ class ServedModels:
             return ModelChoice(self.only, self.only.name, None)
         for model in self._models:
             if name == model.name:
-                return ModelChoice(model, name, None)
+                return ModelChoice(self._same.get(name, model), name, None)
             if (adapter := model.adapters.get(name)) is not None:
-                return ModelChoice(model, name, adapter)
-        if not self.are_loaded:  # a model that is being loaded may have an adapter of this name
-            raise LoadingError("models are being loaded; try again later.")
+                return ModelChoice(self._same.get(model.name, model), name, adapter)
         raise BadRequestError(
             f"there is no model {shown(name)}; models: {', '.join(self.names)}.",
             param="model",
@@ -167,7 +297,44 @@ class ServedModels:
             code="model_not_found",
         )
 
+    async def load(self, model: ServedModel, timeout: float | None) -> None:
+        """Load a model on demand; without its weights, which come once it has a request.
+
+        Args:
+          timeout: seconds to wait for it at most; None: any time.
+
+        Raises NotLoadedError if it is not loaded in time.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(self._begin_loading(model))
+        except TimeoutError:
+            raise NotLoadedError(f"the model {model.name!r} was not loaded in time; try again later.") from None
+
+    def _begin_loading(self, model: ServedModel) -> "asyncio.Task[None]":
+        """Load a model on demand, once for all requests that wait for it."""
+        if (task := self._loading.get(model.name)) is None:
+            task = self._loading[model.name] = asyncio.create_task(self._load(model))
+            task.add_done_callback(lambda _: self._loading.pop(model.name))
+        return task
+
+    async def _load(self, model: ServedModel) -> None:
+        """Load a model, without its weights. If that fails, `check_failure` tells."""
+        try:
+            await asyncio.to_thread(model.load, asleep=True)
+        except NotLoadedError:
+            return
+        except Exception as error:
+            log.error("%s cannot be loaded: %s", model.name, error)
+            return
+        self.residency.watch(model)
+
+    async def change(self, function: Callable[[], object]) -> None:
+        """Have a function change models in the thread of the residency, and wait for it. Raises what it raises."""
+        await asyncio.wrap_future(self.residency.run(function))
+
     def close(self, *, drain: bool) -> None:
         """Close all models, with `drain` once their requests have ended."""
+        self.residency.close()
         for model in self._models:
             model.close(drain=drain)

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxinfer.fields import shown
 from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
 from jaxinfer.http.chats import begin_chat, encode_chat
@@ -33,6 +34,7 @@ from jaxinfer.http.messages.reply import MessageReply
 from jaxinfer.http.metrics import Metrics
 from jaxinfer.http.openapi import document
 from jaxinfer.http.records import Records, Sink, note, request_id
+from jaxinfer.http.residency import Residency
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.responses.reply import response_reply
 from jaxinfer.http.responses.store import ResponseStore
@@ -64,28 +66,37 @@ class Server:
         self.metrics, self.stored = Metrics(models), ResponseStore()
         self._chat_of = functools.partial(chat_of, keep_billing_header=keep_billing_header)
 
-    def choose(self, request: Request, name: str) -> ModelChoice:
-        """Find the model that a request asks for; its response is counted as this model's. Raises as `find` does."""
+    async def choose(self, request: Request, name: str) -> ModelChoice:
+        """Find the model that a request asks for, and load it if need be; the response is counted as this model's.
+
+        Raises BadRequestError if there is none; NotLoadedError if it is not loaded in time, or cannot be.
+        """
         choice = self.models.find(name)
-        request.state.model = choice.model.name
+        model = choice.model
+        request.state.model = model.name
+        model.use.note()
+        if model.loaded is None and model.on_demand:
+            await until_disconnect(request.receive, self.models.load(model, self.limits.timeout))
+        model.check_failure()
+        model.llm  # noqa: B018 (raises unless it is loaded)
         return choice
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         body = decode(await self.limits.read_body(request), CompletionBody)
-        model, name, adapter = self.choose(request, body.model)
+        model, name, adapter = await self.choose(request, body.model)
         return await self._respond(request, completion_reply(model.llm, body, name, adapter, self.limits))
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = decode(await self.limits.read_body(request), ChatBody)
-        model, name, adapter = self.choose(request, body.model)
+        model, name, adapter = await self.choose(request, body.model)
         return await self._respond(request, await chat_reply(model, body, name, adapter, self.limits))
 
     async def responses(self, request: Request) -> Response:
         """`POST /v1/responses`."""
         body = decode(await self.limits.read_body(request), ResponseBody)
-        model, name, adapter = self.choose(request, body.model)
+        model, name, adapter = await self.choose(request, body.model)
         reply = await response_reply(model, body, name, adapter, self.limits, self.stored)
         return await self._respond(request, reply)
 
@@ -102,14 +113,14 @@ class Server:
     async def messages(self, request: Request) -> Response:
         """`POST /v1/messages`."""
         body = decode(await self.limits.read_body(request), MessagesBody)
-        model, name, adapter = self.choose(request, body.model)
+        model, name, adapter = await self.choose(request, body.model)
         answer = await begin_chat(model, self._chat_of(body), adapter, self.limits)
         return await self._respond(request, MessageReply(body, name, answer, request_id(request.scope)))
 
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`."""
         body = decode(await self.limits.read_body(request), CountTokensBody)
-        model, name, _ = self.choose(request, body.model)
+        model, name, _ = await self.choose(request, body.model)
         prompt = await until_disconnect(request.receive, encode_chat(model, self._chat_of(body)))
         note(request.scope, name, len(prompt.token_ids))
         return _json({"input_tokens": len(prompt.token_ids)})
@@ -127,7 +138,7 @@ class Server:
     async def embeddings(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         body = decode(await self.limits.read_body(request), EmbeddingBody)
-        model, name, adapter = self.choose(request, body.model)
+        model, name, adapter = await self.choose(request, body.model)
         work = embeddings(model.llm, body, name, adapter, self.limits)
         answer = await until_disconnect(request.receive, work)
         note(request.scope, answer["model"], answer["usage"]["prompt_tokens"])
@@ -136,46 +147,79 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
         body = decode(await self.limits.read_body(request), TokenizeBody)
-        return _json(await tokenize(self.choose(request, body.model).model.llm, body))
+        return _json(await tokenize((await self.choose(request, body.model)).model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
         body = decode(await self.limits.read_body(request), DetokenizeBody)
-        return _json(await detokenize(self.choose(request, body.model).model.llm, body))
+        return _json(await detokenize((await self.choose(request, body.model)).model.llm, body))
 
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        described = [self._describe(model, name) for model in self.models for name in (model.name, *model.adapters)]
-        return _json({"object": "list", "data": described})
+        return _json({"object": "list", "data": [self._describe(name) for name in self.models.names]})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        model, name, _ = self.choose(request, request.path_params["model"])
-        return _json(self._describe(model, name))
+        name = request.path_params["model"]
+        request.state.model = self.models.find(name).model.name
+        return _json(self._describe(name))
+
+    async def running(self, request: Request) -> Response:
+        """`GET /running`: the models that have memory, and how much."""
+        return _json({"running": [_residence(model) for model in self.models.own if model.loaded is not None]})
+
+    async def sleep(self, request: Request) -> Response:
+        """`POST /sleep?model=NAME&level=1`."""
+        model, level = self._asked(request), request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise BadRequestError(f"level must be 1 or 2, got {shown(level)}.", param="level")
+        await self.models.change(functools.partial(_sleep, model, int(level)))
+        return _json(_residence(model))
+
+    async def wake_up(self, request: Request) -> Response:
+        """`POST /wake_up?model=NAME`: also loads a model that is not loaded."""
+        model = self._asked(request)
+        await self.models.change(functools.partial(_wake_up, self.models.residency, model))
+        return _json(_residence(model))
+
+    async def unload(self, request: Request) -> Response:
+        """`POST /unload?model=NAME`."""
+        model = self._asked(request)
+        await self.models.change(model.unload)
+        return _json({"model": model.name, "state": model.state.value})
+
+    def _asked(self, request: Request) -> ServedModel:
+        """The model in a query. Raises BadRequestError."""
+        model = self.models.find(request.query_params.get("model", "")).model
+        request.state.model = model.name
+        return model
 
     async def load_adapter(self, request: Request) -> Response:
         """`POST /v1/load_lora_adapter`."""
         body = decode(await self.limits.read_body(request), LoadAdapterBody)
-        model = self.choose(request, body.model).model
+        model = (await self.choose(request, body.model)).model
         await load_adapter(self.models, model, body)
-        return _json(self._describe(model, body.lora_name))
+        return _json(self._describe(body.lora_name))
 
     async def unload_adapter(self, request: Request) -> Response:
         """`POST /v1/unload_lora_adapter`."""
         body = decode(await self.limits.read_body(request), UnloadAdapterBody)
-        unload_adapter(self.choose(request, body.model).model, body)
+        unload_adapter(self.models.find(body.model).model, body)
         return _json({"id": body.lora_name, "object": "model", "deleted": True})
 
-    def _describe(self, model: ServedModel, name: str) -> dict[str, object]:
-        """Describe a model or one of its adapters."""
+    def _describe(self, name: str) -> dict[str, object]:
+        """Describe a model or one of its adapters. Raises BadRequestError if there is none."""
+        model, name, adapter = self.models.find(name)
         described: dict[str, object] = {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "jaxinfer",
-            "max_model_len": model.llm.engine.config.context,
+            "state": model.state.value,
         }
-        return described if name == model.name else {**described, "parent": model.name}
+        if (llm := model.loaded) is not None:
+            described["max_model_len"] = llm.engine.config.context
+        return described if adapter is None else {**described, "parent": model.name}
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: whether the process lives."""
@@ -183,7 +227,7 @@ class Server:
 
     async def ready(self, request: Request) -> Response:
         """`GET /ready`: whether requests to every model are taken."""
-        return Response(status_code=200 if self.models.are_loaded and self.models.are_running else 503)
+        return Response(status_code=200 if self.models.are_ready and self.models.are_running else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         """`GET /metrics`, in Prometheus' format."""
@@ -248,6 +292,10 @@ def make_app(
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
         server.guarded("/v1/models", server.list_models),
         server.guarded("/v1/models/{model:path}", server.model),
+        server.guarded("/running", server.running),
+        server.guarded("/sleep", server.sleep, "POST", admin=True),
+        server.guarded("/wake_up", server.wake_up, "POST", admin=True),
+        server.guarded("/unload", server.unload, "POST", admin=True),
         server.guarded("/v1/load_lora_adapter", server.load_adapter, "POST", admin=True),
         server.guarded("/v1/unload_lora_adapter", server.unload_adapter, "POST", admin=True),
         server.guarded("/tokenize", server.tokenize, "POST"),
@@ -264,6 +312,36 @@ def make_app(
     )
     app.state.drain = drain
     return app
+
+
+def _residence(model: ServedModel) -> dict[str, object]:
+    """What a model has, for `/running`."""
+    llm = model.loaded
+    return {
+        "model": model.name,
+        "state": model.state.value,
+        "pinned": model.pinned,
+        "ttl": model.ttl,
+        "requests": 0 if llm is None else llm.num_requests,
+        "bytes": {} if llm is None else llm.reserved,
+    }
+
+
+def _sleep(model: ServedModel, level: int) -> None:
+    """Have a model sleep until `_wake_up`. Raises BadRequestError for one that is not loaded, or cannot."""
+    if (llm := model.loaded) is None or not llm.can_sleep:
+        why = "it is not loaded" if llm is None else "its weights are streamed"
+        raise BadRequestError(f"the model {model.name!r} cannot sleep: {why}.", param="model", status=409)
+    model.held = True
+    llm.sleep(level=level)
+
+
+def _wake_up(residency: Residency, model: ServedModel) -> None:
+    """Load or wake a model, for which others make room."""
+    model.held = False
+    model.load(asleep=True)
+    residency.watch(model)
+    residency.wake_up(model)
 
 
 def _cors(limits: Limits) -> list[Middleware]:

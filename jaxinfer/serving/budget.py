@@ -84,6 +84,10 @@ class Budget:
         # Weak, so that a dropped reservation is given back; replaced and never changed, so that reading needs no lock.
         self._reservations: tuple[weakref.ref[Reservation], ...] = ()
 
+    def limit(self, capacity: int) -> None:
+        """Lower the capacity to so many bytes."""
+        self.capacity = capacity if self.capacity is None else min(self.capacity, capacity)
+
     @property
     def reserved(self) -> int:
         """The bytes of all owners together."""

@@ -30,6 +30,18 @@ class DeadlineExceededError(ServingError, TimeoutError):
     """The request's deadline passed before it began."""
 
 
+class NotLoadedError(ServingError):
+    """A model was not loaded in time: there is no room for it yet, or it cannot be loaded.
+
+    Attributes:
+      retry_after: estimated seconds until it may be loaded; None: unknown.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class ShedError(ServingError):
     """A request was shed because its answer could not have come in time."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 from jaxinfer.compiled import Clock
-from jaxinfer.serving.errors import DeadlineExceededError, OverloadedError, ShedError
+from jaxinfer.serving.errors import DeadlineExceededError, NotLoadedError, OverloadedError, ShedError
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class Statistics:
     def count(self, outcome: object, *, late: bool) -> None:
         """Count the end of a request."""
         match outcome:
-            case ShedError() | DeadlineExceededError() | OverloadedError():
+            case ShedError() | DeadlineExceededError() | OverloadedError() | NotLoadedError():
                 self.shed += 1
             case CancelledError():
                 self.cancelled += 1

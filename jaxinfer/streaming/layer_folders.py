@@ -40,6 +40,7 @@ def open_layer_files(
     base: pathlib.Path | None = None,
     *,
     whole: bool = False,
+    cached: bool = False,
     preadv: Callable[[int, list[Any], int], int] = os.preadv,
 ) -> LayerFiles:
     """Open the files of a model for reading, in the format in which it was opened; write them if they are missing.
@@ -51,6 +52,7 @@ def open_layer_files(
         cache folder.
       whole: whether one file has all leaves, in place of a file for each layer. It may be removed: models that run in
         hundreds would have as many folders open.
+      cached: see `LayerFiles`.
       preadv: see `LayerFiles`.
 
     Raises CheckpointError for files that are damaged, do not fit the model, or cannot be written.
@@ -58,7 +60,7 @@ def open_layer_files(
     while (held := _hold(folder := write_layer_files(opened, base, whole=whole))) is None:
         pass  # it was removed meanwhile
     with held:
-        files = LayerFiles(folder, preadv)
+        files = LayerFiles(folder, preadv, cached=cached)
         files.check(_parts(opened, whole))
         if not whole:
             weakref.finalize(files, held.pop_all().close)

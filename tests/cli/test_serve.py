@@ -159,6 +159,11 @@ max_batch = 4
 
 [models.two]
 path = "{model_dir}"
+max_batch = 4
+
+[models.three]
+path = "{model_dir}"
+dtype = "bfloat16"
 max_batch = 2
 context = 64
 """
@@ -171,11 +176,13 @@ context = 64
             models = json.loads(ask(port, "/v1/models"))["data"]
             body = {"model": "tiny", "prompt": "ab", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             texts = [json.loads(ask(port, "/v1/completions", body | {"model": name})) for name in ("one", "two")]
+            running = json.loads(ask(port, "/running"))["running"]
         finally:
             server.send_signal(signal.SIGINT)
         errors = server.stderr.read()
-    assert {model["id"]: model["max_model_len"] for model in models} == {"one": 128, "two": 64}
+    assert {model["id"]: model["max_model_len"] for model in models} == {"one": 128, "two": 128, "three": 64}
+    assert [model["model"] for model in running] == ["one", "three"]  # the second is the first
     assert [text["model"] for text in texts] == ["one", "two"]
     assert texts[0]["choices"] == texts[1]["choices"]
-    assert f"Serving one, two at http://127.0.0.1:{port}/v1" in errors
+    assert f"Serving one, two, three at http://127.0.0.1:{port}/v1" in errors
     assert server.returncode == 0

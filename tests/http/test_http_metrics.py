@@ -38,7 +38,7 @@ def output(llm):
 
 
 def metrics_of(llm):
-    model = ServedModel("tiny", lambda: llm)
+    model = ServedModel("tiny", lambda asleep: llm)
     model.load()
     return Metrics([model])
 

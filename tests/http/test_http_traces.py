@@ -52,7 +52,7 @@ def test_spans_of_requests(async_llm, collector):
     from tests.http.asgi import Client
 
     traces = Traces(f"http://127.0.0.1:{collector.server_port}/")
-    model = ServedModel("tiny", lambda: async_llm)
+    model = ServedModel("tiny", lambda asleep: async_llm)
     model.load()
     client = Client(make_app(ServedModels([model]), Limits(), [traces]))
 

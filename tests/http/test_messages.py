@@ -342,7 +342,7 @@ def test_no_other_text_is_left_out():
 
 
 def test_the_header_may_be_kept(agent_llm):
-    served = ServedModel("tiny", lambda: agent_llm)
+    served = ServedModel("tiny", lambda asleep: agent_llm)
     served.load()
 
     async def count(**options):

@@ -104,11 +104,11 @@ class Loading:
 
     def __init__(self, llm):
         self.go = threading.Event()
-        self.models = [ServedModel("first", lambda: llm), ServedModel("second", self._load)]
+        self.models = [ServedModel("first", lambda asleep: llm), ServedModel("second", self._load)]
         self.llm, self.app = llm, make_app(ServedModels(self.models), Limits())
         self.models[0].load()
 
-    def _load(self):
+    def _load(self, asleep):
         assert self.go.wait(60)
         return self.llm
 
@@ -130,7 +130,7 @@ def test_requests_are_refused_until_their_model_is_loaded(async_llm):
         return before, refused.headers, error, (await statuses())[0]
 
     before, headers, error, after = run(main())
-    assert before == [200, 503, 503, 200, 200, 503, 503]
+    assert before == [200, 503, 200, 200, 200, 503, 404]
     assert after == [200, 200, 200, 200, 200, 200, 404]
     assert int(headers["retry-after"]) >= 1
     assert (error["type"], error["code"]) == ("server_error", "loading")
@@ -140,7 +140,7 @@ def test_requests_are_refused_until_their_model_is_loaded(async_llm):
 def test_a_model_that_loads_while_the_server_ends_is_closed(model_dir):
     with few_programs():
         llm = AsyncLLM(model_dir, **PLAIN)
-    model = ServedModel("late", lambda: llm)
+    model = ServedModel("late", lambda asleep: llm)
     model.close(drain=True)
     assert not model.is_running
     model.load()

@@ -94,7 +94,7 @@ def test_defaults_are_those_of_the_command_line():
 
 def test_a_table_has_every_option_that_can_be_written():
     own = {p.name for p in inspect.signature(AsyncLLM).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    functions = {"logits_processors", "progress", "rules"}
+    functions = {"asleep", "logits_processors", "progress", "rules"}
     of_server = {field.name for field in dataclasses.fields(ModelConfig)} - {"options"}
     assert ModelTable.__annotations__.keys() == (LoadOptions.__annotations__.keys() | own | of_server) - functions
 
@@ -103,9 +103,9 @@ def test_a_table_has_every_option_that_can_be_written():
     ("text", "message"),
     [
         ("port =", ":1: not TOML: "),
-        ("", ": Object missing required field `models`"),
+        ("", ": models: there are none; a server needs at least one."),
         ("[models]", ": models: there are none; a server needs at least one."),
-        ("prt = 1\n[models.a]\npath = 'a'", ": the file: unknown field 'prt'; known: models, host, port"),
+        ("prt = 1\n[models.a]\npath = 'a'", ": the file: unknown field 'prt'; known: models, model_folder, device_memory, host, port"),
         ("[models.a]\npath = 'a'\nmax_bach = 1", ": models.a: unknown field 'max_bach'; known: "),
         ("[models.a]\nmax_batch = 1", ": Object missing required field `path` - at `$.models[...]`"),
         ("[models.a]\npath = 'a'\nmax_batch = '1'", ": Expected `int`, got `str` - at `$.models[...].max_batch`"),

@@ -4,13 +4,17 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from typing import Annotated, Any, Self, Unpack, overload
 
 import numpy as np
+from msgspec import Meta
 
 from jaxinfer.fields import AtLeast1, NotNegative, Positive, SizeOrZero, check
+from jaxinfer.futures import INTERVAL
 from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
@@ -22,17 +26,21 @@ from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
+from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.progress import ProgressOption, long_work, showing
-from jaxinfer.serving.errors import FailedError
+from jaxinfer.serving.budget import Sizes
+from jaxinfer.serving.errors import FailedError, ServingError
 from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.served import Served
 from jaxinfer.serving.ticket import Reader
 from jaxinfer.text import Prompt, as_list, copied, require_tokenizer
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
+
+_SleepLevel = Annotated[int, Meta(ge=1, le=2, description="1 or 2")]
 
 
 @refuses(MODEL)
@@ -49,6 +57,7 @@ class AsyncLLM(Served, EngineHolder):
       compile_ahead: whether all programs are compiled before it takes requests, as servers and benchmarks want it, so
         that no request waits for one.
       trust_request_chat_template: whether `chat` takes the text of a template, which is code, from its callers.
+      asleep: whether it begins as after `sleep(level=2)`: it takes no memory of the devices before `wake_up`.
       progress: as in `LLM`.
       options: those of `LLM`, for an encoder those of `Embedder`.
 
@@ -80,6 +89,7 @@ class AsyncLLM(Served, EngineHolder):
         max_queue_time: float | None = None,
         compile_ahead: bool = False,
         trust_request_chat_template: bool = False,
+        asleep: bool = False,
         progress: ProgressOption = None,
         **options: Unpack[LoadOptions],
     ):
@@ -88,15 +98,20 @@ class AsyncLLM(Served, EngineHolder):
         max_queue_time = check("AsyncLLM.max_queue_time", max_queue_time, Positive | None)
         compile_ahead = check("AsyncLLM.compile_ahead", compile_ahead, bool)
         self._trusts_templates = check("AsyncLLM.trust_request_chat_template", trust_request_chat_template, bool)
+        asleep = check("AsyncLLM.asleep", asleep, bool)
         with showing(progress), long_work(f"loading {path}"):
-            super().__init__(load_engine(path, owner="AsyncLLM", **options))
+            super().__init__(load_engine(path, owner="AsyncLLM", asleep=asleep, **options))
             if compile_ahead:
                 self.engine.compile_ahead()
         self._preparation = Preparation()
         decider = RequestDecider(
             self.engine, max_requests=max_requests, max_waiting=max_waiting, max_queue_time=max_queue_time
         )
-        self._loop, self._queue = decider.loop, decider.queue
+        self._decider, self._loop, self._queue = decider, decider.loop, decider.queue
+        self._sleep_lock = threading.RLock()  # entered itself: see `futures`
+        self._sleep_level = 2 if asleep else 0
+        if asleep:
+            decider.pause()
         self._loop.stop_when_dropped(self)
 
     def prepare(
@@ -393,6 +408,96 @@ class AsyncLLM(Served, EngineHolder):
     def _serving_loop(self) -> Loop[RequestTicket]:
         return self._loop
 
+    # Sleep
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps: requests wait for `wake_up`."""
+        return self._sleep_level > 0
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` is implemented: its weights are not streamed."""
+        return self._loaded.weights is not None
+
+    def sleep(self, *, level: int = 1, unless: Callable[[], bool] = lambda: False, hand_over: bool = False) -> bool:
+        """Free the memory of the KV cache and, on other devices than CPUs, of the weights; return whether it did.
+
+        It waits until the requests that have begun end. Others wait for `wake_up`, until their deadlines, and then end
+        with NotLoadedError. Cached prompts are forgotten.
+
+        Args:
+          level: 1 keeps the weights in the host's memory, where a CPU has them anyway; 2 frees that too, and reads them
+            from disk to wake up.
+          unless: called again and again while it waits for requests; once it returns true, the model stays awake.
+          hand_over: whether the memory is left for the next model that wakes up, which is faster than new memory.
+
+        Raises ValueError for a model whose weights are streamed; ClosedError, DiedError.
+        """
+        level = check("level", level, _SleepLevel)
+        with self._sleep_lock:
+            if not self.can_sleep:
+                raise ValueError("sleep is not implemented for a model whose weights are streamed: close it.")
+            if not self.is_sleeping and not self._drained(unless):
+                self._decider.resume()
+                return False
+            if level > self._sleep_level:
+                self._loaded.sleep(level)
+                self._sleep_level = level
+        if not hand_over:
+            free_spares()
+        return True
+
+    def _drained(self, unless: Callable[[], bool]) -> bool:
+        """Begin no more requests, and wait for those that have begun; return whether they have ended."""
+        drained = self._decider.pause()
+        while not drained.wait(INTERVAL):
+            if not self._loop.is_running:
+                raise self._end_error()
+            if unless():
+                return False
+        return True
+
+    def wake_up(self) -> None:
+        """Take the memory again that `sleep` freed, and serve the requests that wait; does nothing if it is awake.
+
+        Raises BudgetError if there is too little memory, CheckpointError; ClosedError, DiedError.
+        """
+        with self._sleep_lock:
+            try:
+                if self.is_sleeping:
+                    self._loaded.wake_up()
+                    self._sleep_level = 0
+                    self._decider.resume()
+            finally:
+                free_spares()
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the first request came that waits for `wake_up`, by `time.perf_counter`; None: none waits."""
+        return self._decider.waiting_since
+
+    def on_waiting(self, call: Callable[[], None]) -> None:
+        """Have a function called when a request comes that waits for `wake_up`; it must not block."""
+        self._decider.on_waiting = call
+
+    def fail_waiting(self, error: ServingError) -> None:
+        """End the requests that wait for `wake_up` with an error."""
+        self._decider.fail_waiting(error)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The bytes that it reserves while it is awake, by budget and tenant."""
+        return self._loaded.sizes
+
+    @property
+    def reserved(self) -> dict[str, int]:
+        """The bytes that it has now, by the name of the memory."""
+        total = Counter[str]()
+        for (budget, _), size in self._loaded.reservation.sizes.items():
+            total[budget.name] += size
+        return dict(total)
+
     # The end
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -403,7 +508,7 @@ class AsyncLLM(Served, EngineHolder):
 
         Raises DiedError if a step hangs, rather than wait for ever; ValueError for another timeout.
         """
-        super().close(drain=drain, timeout=timeout)
+        super().close(drain=drain and not self.is_sleeping, timeout=timeout)
 
     def _free(self) -> None:
         self._preparation.close()

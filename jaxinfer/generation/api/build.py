@@ -65,6 +65,7 @@ def build_engine(
     costs: Costs | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     clock: Clock = time.perf_counter,
+    asleep: bool = False,
 ) -> Engine:
     """Build an engine on a loaded model.
 
@@ -77,6 +78,7 @@ def build_engine(
         is known.
       logits_processors: functions by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
+      asleep: whether it takes no memory of the devices before `Engine.wake_up`.
 
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
@@ -109,7 +111,7 @@ def build_engine(
             for pool in pools
         ]
         scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
-        executor = _decoder_executor(model, config, plan, pass_costs, processors, clock)
+        executor = _decoder_executor(model, config, plan, pass_costs, processors, clock, asleep=asleep)
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
         vocab=transformer.vocab,
@@ -123,7 +125,7 @@ def build_engine(
         sentence=model.description.sentence,
         pooler=None if encodes else Pooler(transformer.pooling, transformer.normalize),
     )
-    return Engine(config, inputs, scheduler, executor, clock=clock)
+    return Engine(config, inputs, scheduler, executor, clock=clock, asleep=asleep)
 
 
 def _decoder_executor(
@@ -133,6 +135,8 @@ def _decoder_executor(
     costs: PassCosts,
     processors: Mapping[str, LogitsProcessor],
     clock: Clock,
+    *,
+    asleep: bool,
 ) -> DecoderExecutor:
     """Make the executor of a decoder, whose layers are on the devices or are streamed to them."""
     layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
@@ -147,8 +151,11 @@ def _decoder_executor(
         layers = LayerStream(model, plan.placement, costs.all)
         programs = DevicePrograms(model, config, chain_programs(layout.of_programs, layers.ranges))
         passes = ChainDecoderPasses(layers, programs, plan.pass_buckets)
+    state = DecoderState(layout, programs)
+    if not asleep:
+        state.restart()
     return DecoderExecutor(
-        state=DecoderState(layout, programs),
+        state=state,
         packer=Packer(layout, plan.pass_buckets, processors),
         passes=passes,
         programs=programs,
@@ -243,6 +250,7 @@ def place_model[Config: SharedConfig](
     reservation: Reservation,
     cache_bytes: int | None = None,
     given: Collection[str] = (),
+    asleep: bool = False,
 ) -> tuple[LoadedModel, Config, Placement | None]:
     """Load the model onto its devices or stream it to them.
 
@@ -252,10 +260,15 @@ def place_model[Config: SharedConfig](
       costs: the times of earlier fetches.
       reservation: holds the memory of the weights from before they are read.
       given: the options that the user has set.
+      asleep: whether no weight is read yet.
 
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
     _check_expert_load(opened, config)
+    if asleep:
+        if memory.weights != "device":
+            raise ValueError(f"weights={memory.weights!r} is not implemented for a model that can sleep; leave it out.")
+        return opened.without_weights(), config, None
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         with _reserved(reservation, opened, None):

@@ -1,8 +1,9 @@
 """Loads an engine, with all its parts, from a model directory."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -33,6 +34,8 @@ from jaxinfer.generation.execution.memory import (
     weight_tenants,
 )
 from jaxinfer.generation.execution.plan import Plan
+from jaxinfer.generation.execution.spares import free_spares
+from jaxinfer.generation.execution.whole_weights import WholeWeights
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.hub import resolve
@@ -40,10 +43,11 @@ from jaxinfer.models import DecoderConfig, ViTConfig
 from jaxinfer.models.config import Pooling
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.files.description import Description, require_transformer
-from jaxinfer.models.files.loading import LoadedModel, open_model
-from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
+from jaxinfer.models.files.loading import LoadedModel, OpenedModel, open_model
+from jaxinfer.serving.budget import BudgetError, Reservation, Sizes, host_budget, sizes_of
+from jaxinfer.serving.errors import ClosedError
 from jaxinfer.sharding import MeshFile, ShardingRules
-from jaxinfer.streaming.config import Placement
+from jaxinfer.streaming.config import MemoryConfig, Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
 from jaxinfer.text import Tokenizer
 
@@ -58,6 +62,8 @@ class LoadedEngine:
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
       plan: what was decided before the engine was built; None for a model of images.
+      weights: how its weights leave the devices and come back; None: they stay.
+      sizes: what it reserves while it is awake.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -67,6 +73,8 @@ class LoadedEngine:
     reservation: Reservation
     plan: Plan | None = None
     memory: MemoryPlan | None = None
+    weights: WholeWeights | None = None
+    sizes: Sizes = dataclasses.field(default_factory=dict)
 
     @property
     def placement(self) -> Placement | None:
@@ -78,12 +86,57 @@ class LoadedEngine:
         """Measurements of bringing layers to the devices; None if all are on the devices."""
         return None if isinstance(self.engine, ImageEngine) else self.engine.executor.report().streaming
 
+    def sleep(self, level: int) -> None:
+        """Free the devices, once no request runs. level: 1 keeps the weights in the host's memory, 2 on disk alone."""
+        assert self.weights is not None
+        assert isinstance(self.engine, Engine)
+        self.engine.sleep()
+        self.weights.release(to_disk=level > 1)
+        self._set_leaves(self.model.placed_shapes())
+        self.reservation.resize(self._sizes_asleep(level))
 
-def load_engine(path: str | Path, *, owner: str, **options: Unpack[LoadOptions]) -> LoadedEngine:
-    """Load the engine of a decoder or an encoder, whichever the model is; options are those of the one."""
+    def _sizes_asleep(self, level: int) -> Sizes:
+        """What it reserves while it sleeps."""
+        if level > 1:
+            return {}
+        weights = self.model.bytes_per_device()
+        if self.model.platform == "cpu":
+            return sizes_of(devices_of(self.model.mesh), device_tenants(weights=weights))
+        return sizes_of([], {}, host={"weights": weights * len(devices_of(self.model.mesh))})
+
+    def wake_up(self) -> None:
+        """Bring the weights back, and make an empty KV cache. Raises BudgetError, CheckpointError, ClosedError."""
+        assert self.weights is not None
+        assert isinstance(self.engine, Engine)
+        try:
+            self.reservation.resize(self.sizes, unused=True)
+        except BudgetError:  # what another model has left is not free for the system
+            free_spares()
+            self.reservation.resize(self.sizes, unused=True)
+        try:
+            leaves = self.weights.load()
+            self.engine.wake_up(leaves)
+        except BaseException:
+            self.weights.release(to_disk=True)
+            with contextlib.suppress(ClosedError):  # which frees the rest
+                self.engine.sleep()
+                self.reservation.resize({})
+            raise
+        self._set_leaves(leaves)
+
+    def _set_leaves(self, leaves: Iterable[Any]) -> None:
+        self.model.leaves.update(zip(self.model.leaves, leaves, strict=True))
+        vars(self.model).pop("state", None)  # a cached property
+
+
+def load_engine(path: str | Path, *, owner: str, asleep: bool = False, **options: Unpack[LoadOptions]) -> LoadedEngine:
+    """Load the engine of a decoder or an encoder, whichever the model is; options are those of the one.
+
+    asleep: whether it takes no memory of the devices before `LoadedEngine.wake_up`.
+    """
     folder = resolve(path)
     load: Callable[..., LoadedEngine] = load_decoder if Description.read(folder).kind == "decoder" else load_encoder
-    return load(folder, owner=owner, **options)
+    return load(folder, owner=owner, asleep=asleep, **options)
 
 
 def _begin_kernels(options: Mapping[str, Any]) -> None:
@@ -98,6 +151,7 @@ def load_decoder(
     path: str | Path,
     *,
     owner: str = "LLM",
+    asleep: bool = False,
     mesh: AnyMesh = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -109,7 +163,10 @@ def load_decoder(
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """Load the engine of a decoder-only model. Arguments and errors are those of `LLM`; owner: who holds the memory."""
+    """Load the engine of a decoder-only model. Arguments and errors are those of `LLM`.
+
+    owner: who holds the memory. asleep: as of `load_engine`.
+    """
     max_batch = check("LLM.max_batch", max_batch, Size)
     cache_bytes = check("LLM.cache_bytes", cache_bytes, Bytes | None)
     logits_processors = check_processors(logits_processors)
@@ -141,19 +198,36 @@ def load_decoder(
         reservation=reservation,
         cache_bytes=cache_bytes,
         given=options.keys(),
+        asleep=asleep,
     )
     tokenizer = Tokenizer.from_folder(model.folder)
     memory = plan_memory(
-        model, config, placement=placement, cache_bytes=cache_bytes, device_memory=memory_config.device_memory
+        model,
+        config,
+        placement=placement,
+        cache_bytes=cache_bytes,
+        device_memory=memory_config.device_memory,
+        asleep=asleep,
     )
     plan = Plan.of_model(model, config, num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement)
-    _reserve(reservation, model, config, memory.tenants, placement, costs)
-    engine = build_engine(model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors)
+    sizes = _sizes(model, config, memory.tenants, placement)
+    if not asleep:
+        _reserve(reservation, model, sizes, placement, costs)
+    engine = build_engine(
+        model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, asleep=asleep
+    )
     for name, folder in (adapters or {}).items():
         assert engine.adapters is not None
         engine.adapters.register(name, folder)
     return LoadedEngine(
-        engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, plan=plan, memory=memory
+        engine=engine,
+        model=model,
+        tokenizer=tokenizer,
+        reservation=reservation,
+        plan=plan,
+        memory=memory,
+        weights=_weights(opened, model, memory_config, placement, asleep=asleep),
+        sizes=sizes,
     )
 
 
@@ -161,6 +235,7 @@ def load_encoder(
     path: str | Path,
     *,
     owner: str = "Embedder",
+    asleep: bool = False,
     mesh: AnyMesh = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -169,7 +244,10 @@ def load_encoder(
     context: int | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """Load the engine of an encoder. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
+    """Load the engine of an encoder. Arguments and errors are those of `Embedder`.
+
+    owner: who holds the memory. asleep: as of `load_engine`.
+    """
     max_batch = check("Embedder.max_batch", max_batch, Size)
     folder = resolve(path)
     longest = require_transformer(path, Description.read(folder).config).context
@@ -188,13 +266,23 @@ def load_encoder(
     costs = engine_costs(opened, config.deciding_costs, kernels=config.kernels)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config, placement = place_model(
-        opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
+        opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys(), asleep=asleep
     )
     tokenizer, plan = Tokenizer.from_folder(model.folder), Plan.of_model(model, config, placement=placement)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
-    _reserve(reservation, model, config, tenants, placement, costs)
-    engine = build_engine(model, tokenizer, config, plan, costs=costs)
-    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, plan=plan)
+    sizes = _sizes(model, config, tenants, placement)
+    if not asleep:
+        _reserve(reservation, model, sizes, placement, costs)
+    engine = build_engine(model, tokenizer, config, plan, costs=costs, asleep=asleep)
+    return LoadedEngine(
+        engine=engine,
+        model=model,
+        tokenizer=tokenizer,
+        reservation=reservation,
+        plan=plan,
+        weights=_weights(opened, model, memory_config, placement, asleep=asleep),
+        sizes=sizes,
+    )
 
 
 def load_image_embedder(
@@ -244,23 +332,28 @@ def load_image_embedder(
 def _names(load: Callable[..., LoadedEngine]) -> set[str]:
     """The options that a user gives one of these functions by name."""
     parameters = inspect.signature(load).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner"}
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner", "asleep"}
+
+
+def _weights(
+    opened: OpenedModel, model: LoadedModel, memory: MemoryConfig, placement: Placement | None, *, asleep: bool
+) -> WholeWeights | None:
+    """How the weights of a model leave and come back; those of a streamed model do not."""
+    if placement is not None:
+        return None
+    return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
+
+
+def _sizes(model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], placement: Placement | None) -> Sizes:
+    """All memory that a model takes. tenants: the bytes it takes of each device, by tenant."""
+    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    return sizes_of(devices_of(model.mesh), tenants, host=host)
 
 
 def _reserve(
-    reservation: Reservation,
-    model: LoadedModel,
-    config: SharedConfig,
-    tenants: Mapping[str, int],
-    placement: Placement | None,
-    costs: Costs,
+    reservation: Reservation, model: LoadedModel, sizes: Sizes, placement: Placement | None, costs: Costs
 ) -> None:
-    """Reserve all memory that a model takes. Raises BudgetError if it does not fit.
-
-    tenants: the bytes it takes of each device, by tenant.
-    """
-    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
-    sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
+    """Reserve all memory that a model takes. Raises BudgetError if it does not fit."""
     remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
     reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
 

@@ -3,13 +3,21 @@
 import functools
 import heapq
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from jaxinfer.futures import Event
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.queue_time import Queue
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, FailedError, caused
+from jaxinfer.serving.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    FailedError,
+    NotLoadedError,
+    ServingError,
+    caused,
+)
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import tell_readers
 
@@ -29,7 +37,11 @@ class RequestDecider(Decider[RequestTicket]):
 
     A request whose deadline passes, or that waits too long, ends with the step that runs then.
 
+    While it is paused, requests that have begun go on and others wait. Their waiting is not limited then, but by their
+    deadlines.
+
     Attributes:
+      on_waiting: called with the loop's lock when a request comes while it is paused.
       loop: the loop, which serves at most `max_requests` at a time while at most `max_waiting` wait (None: any number).
       queue: the requests that wait for a place in the batch, at most `max_queue_time` seconds (None: any time).
     """
@@ -47,6 +59,10 @@ class RequestDecider(Decider[RequestTicket]):
         self._aborts: list[RequestTicket] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap, with the keys of tickets, which may have ended
         self._interrupted = self._compiles_others = False
+        self._paused = self._steps = False
+        self._granted: list[RequestTicket] = []  # that arrived before it was paused
+        self._drained = Event()
+        self.on_waiting: Callable[[], None] = lambda: None
         self.queue = Queue(engine.scheduler.slots, max_queue_time)
         self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests, max_line=max_waiting)
         self.loop.start()
@@ -63,11 +79,61 @@ class RequestDecider(Decider[RequestTicket]):
             self._aborts.append(last)
         if ticket.deadline is not None:
             heapq.heappush(self._deadlines, (ticket.deadline, ticket.key))
+        if self._paused:
+            self.on_waiting()
 
     def poll(self, now: float) -> Sequence[Work]:
         self._give_up_late(now)
         arrived, aborts, self._arrived, self._aborts = self._arrived, self._aborts, [], []
-        return [Work(functools.partial(self._step, arrived, aborts))] if self.loop.tickets else ()
+        if self._paused:
+            given_up, granted, self._granted = set(aborts), self._granted, []
+            self._arrived = [ticket for ticket in arrived if ticket not in given_up]
+            arrived = granted + [ticket for ticket in arrived if ticket in given_up]
+        self._steps = bool(arrived or aborts or self._engine.scheduler.sequences if self._paused else self.loop.tickets)
+        return [Work(functools.partial(self._step, arrived, aborts))] if self._steps else ()
+
+    @property
+    def next_time(self) -> float | None:
+        """The next deadline of requests that wait while no step ends them."""
+        return self._deadlines[0][0] if self._paused and self._deadlines else None
+
+    def pause(self) -> Event:
+        """Begin no requests that come from now on; return the event that all others are at their end. From any thread.
+
+        Requests that have waited for `resume` have their turn first, however soon another pause comes.
+        """
+        with self.loop.lock:
+            if not self._paused:
+                self._granted, self._arrived = self._arrived, []
+            self._paused, self._drained = True, Event()
+            self._note_drained()
+        self.loop.wake()
+        return self._drained
+
+    def resume(self) -> None:
+        """Begin requests again. From any thread."""
+        with self.loop.lock:
+            self._paused, self._arrived, self._granted = False, self._granted + self._arrived, []
+            self.queue.resume(self.loop.clock())
+        self.loop.wake()
+
+    def _note_drained(self) -> None:
+        if self._paused and not (self._granted or self._steps or self._engine.scheduler.sequences):
+            self._drained.set()
+
+    def fail_waiting(self, error: ServingError) -> None:
+        """End the requests that wait for `resume` with an error. From any thread."""
+        with self.loop.lock:
+            for ticket in self._arrived:
+                ticket.error = error
+            self._aborts += self._arrived
+        self.loop.wake()
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the first request arrived that waits for `resume`, on the loop's clock; None: no request does."""
+        with self.loop.lock:
+            return self._arrived[0].arrived if self._paused and self._arrived else None
 
     def _give_up_late(self, now: float) -> None:
         """Give up the requests whose deadline has passed."""
@@ -75,17 +141,25 @@ class RequestDecider(Decider[RequestTicket]):
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, key = heapq.heappop(self._deadlines)
             if (ticket := tickets.get(key)) is not None and ticket.deadline == deadline:
-                ticket.error = DeadlineExceededError("The deadline passed before the request had ended.")
+                ticket.error = self._late_error(ticket)
                 self._aborts.append(ticket)
         if len(self._deadlines) > 2 * len(tickets) + MANY:
             self._deadlines = [(t.deadline, t.key) for t in tickets.values() if t.deadline is not None]
             heapq.heapify(self._deadlines)
 
+    def _late_error(self, ticket: RequestTicket) -> ServingError:
+        if self._paused and ticket in self._arrived:
+            return NotLoadedError("The deadline passed before the model was loaded.")
+        return DeadlineExceededError("The deadline passed before the request had ended.")
+
     def done(self, done: Done) -> None:
         self.loop.statistics.batches += 1
         waits, tickets = self._engine.scheduler.waits, self.loop.tickets
-        begun = [x for x in self.queue if x.key not in tickets or not all(map(waits, x.sequences))]
-        self._aborts += self.queue.update(begun, done.ended)
+        not_added = {*self._granted, *self._arrived}
+        begun = [x for x in self.queue if x.key not in tickets or not (x in not_added or all(map(waits, x.sequences)))]
+        self._aborts += self.queue.update(begun, done.ended, limited=not self._paused)
+        self._steps = False
+        self._note_drained()
 
     def cancel(self, ticket: RequestTicket) -> bool:
         """End the ticket with the next step, as it is then; returns False, since that is later."""
@@ -132,7 +206,7 @@ class RequestDecider(Decider[RequestTicket]):
 
     def _compile_for(self, arrived: list[RequestTicket]) -> bool:
         """Compile what requests need that arrive while none runs; return whether they can be added."""
-        if not arrived or self._engine.scheduler.sequences:
+        if not arrived or self._paused or self._engine.scheduler.sequences:
             return True
         try:
             self._engine.compile_for([sequence for ticket in arrived for sequence in ticket.sequences])

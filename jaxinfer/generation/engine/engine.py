@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 from jaxinfer.compiled import Clock, Origin
 from jaxinfer.compiled.background import StoppedError
@@ -42,6 +43,7 @@ class Engine:
       scheduler: decides what every step runs.
       executor: runs it on the device.
       clock: the time of sequences, real or virtual.
+      asleep: whether nothing is on the device before `wake_up`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Engine:
         executor: Executor,
         *,
         clock: Clock = time.perf_counter,
+        asleep: bool = False,
     ):
         self._config = config
         self.inputs, self.scheduler = inputs, scheduler
@@ -59,6 +62,7 @@ class Engine:
         self._outputs = OutputProcessor(clock)
         self._lock = threading.RLock()  # held by steps and by `close`
         self._closed = False
+        self._asleep = asleep
         self._in_flight: deque[InFlightStep] = deque()
         self._advanced: list[Sequence] = []  # by this step, or by an interrupted one
         self._interrupted = False  # a call was cut short, or is running now
@@ -217,7 +221,8 @@ class Engine:
             self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
         self._await_devices()
         self.scheduler.restart()
-        self.executor.restart()
+        if not self._asleep:
+            self.executor.restart()
 
     def _take_advanced(self) -> list[Sequence]:
         advanced, self._advanced = self._advanced, []
@@ -266,6 +271,22 @@ class Engine:
             with contextlib.suppress(Exception):  # of the step
                 self.executor.wait(self._in_flight[0])
             self._in_flight.popleft()
+
+    # Sleep
+
+    def sleep(self) -> None:
+        """Free the weights and the state on the devices; no prompt stays cached. No request may have begun."""
+        with self._lock, _Change(self):
+            self._await_devices()
+            self.scheduler.restart()
+            self._asleep = True
+            self.executor.sleep()
+
+    def wake_up(self, leaves: list[Any]) -> None:
+        """Go on after `sleep`, with these weights, in the order in which programs take them. Raises ClosedError."""
+        with self._lock, _Change(self):
+            self.executor.wake_up(leaves)
+            self._asleep = False
 
     # Programs
 

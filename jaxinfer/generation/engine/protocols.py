@@ -130,6 +130,14 @@ class Executor(Protocol):
         """Start over, after a step that failed or was interrupted may have destroyed what is on the device."""
         ...
 
+    def sleep(self) -> None:
+        """Free the weights and the state on the devices; nothing runs before `wake_up`."""
+        ...
+
+    def wake_up(self, leaves: list[Any]) -> None:
+        """Take weights, in the order in which programs take them, and begin with an empty state."""
+        ...
+
     def interrupt(self) -> None:
         """End a step that waits for a disk, with an error, and compiling beyond the programs that have begun.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -34,6 +35,7 @@ class Queue:
         self._tickets: dict[Hashable, RequestTicket] = {}  # in the order of arrival
         self._counts = Counter[int]()  # completions by priority
         self._capacity = slots  # how many run at once: fewer than the slots when pages or prefill limit them
+        self._resumed = -math.inf  # since when requests can begin
         self._interval: float | None = None  # mean seconds between starts when so many run
 
     def __iter__(self) -> Iterator[RequestTicket]:
@@ -98,12 +100,20 @@ class Queue:
         if not self._counts[ticket.priority]:
             del self._counts[ticket.priority]
 
-    def update(self, begun: Iterable[RequestTicket], now: float) -> list[RequestTicket]:
-        """Remove the requests that have begun in a step; return those that have waited too long, with their errors."""
+    def resume(self, now: float) -> None:
+        """Count the time that requests wait from now on: before, the model was not there."""
+        self._resumed = now
+
+    def update(self, begun: Iterable[RequestTicket], now: float, *, limited: bool = True) -> list[RequestTicket]:
+        """Remove the requests that have begun in a step; return those that have waited too long, with their errors.
+
+        limited: whether any may have waited too long.
+        """
         for ticket in begun:
             self._remove(ticket)
             ticket.started = now
-        if (limit := self._max_seconds) is None:
+        limit = self._max_seconds
+        if limit is None or not limited or now - self._resumed <= limit:
             return []
         late = [each for each in itertools.takewhile(lambda each: now - each.arrived > limit, self) if each.limited]
         for ticket in late:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import Clock, Costs, DeviceTime, ProgramCache, ProgramSpec, Sizes, executable_store
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.stats import ExecutorReport
@@ -28,7 +28,7 @@ class DevicePrograms[Buckets]:
 
     def __init__(self, model: LoadedModel, config: SharedConfig, specs: Iterable[ProgramSpec[Any, Buckets]]):
         self.overlap = can_overlap(model.mesh)
-        self._mesh, self._is_divided, self._store = model.mesh, is_divided(model.mesh), ExecutableStore()
+        self._mesh, self._is_divided, self._store = model.mesh, is_divided(model.mesh), executable_store()
         self.cache = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self._store)
 
     def compile(self, spec: ProgramSpec[Any, Any], sizes: Sizes) -> Any:

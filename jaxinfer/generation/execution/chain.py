@@ -244,16 +244,16 @@ class ChainEncoderPasses(ChainPasses):
 
     def __init__(self, model: StreamedModel, layers: LayerStream, programs: DevicePrograms[ShapeBuckets]):
         super().__init__(layers)
-        self._leaves, self._programs = list(model.leaves.values()), programs
+        self.leaves, self._programs = list(model.leaves.values()), programs
 
     def run(self, command: Command) -> Vectors:
         """Send a batch."""
         (tokens, positions), sizes = command.inputs, dict(command.sizes.bucket)
-        x: Any = self._programs.run(EncoderEnter(**sizes), self._leaves, tokens, positions)
+        x: Any = self._programs.run(EncoderEnter(**sizes), self.leaves, tokens, positions)
         groups = (TokenRows(tokens, positions),)
         for layers, leaves in self.layers:
             layer = EncoderLayer(**sizes, kind=layers.kind, layers=layers.count)
             x = self._programs.run(layer, leaves, x, groups)
             self.layers.prefetcher.computing(x, layers.count)
         program = self._programs.cache.get(EncoderLeave(**sizes))
-        return Vectors(Way.CHAIN.value, program.bucket, program(self._leaves, x, positions))
+        return Vectors(Way.CHAIN.value, program.bucket, program(self.leaves, x, positions))

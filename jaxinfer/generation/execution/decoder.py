@@ -9,6 +9,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxinfer.compiled import Bucket, Clock
+from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.protocols import InFlightStep
@@ -110,6 +111,16 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         super().restart()
         self.state.restart()
         self._restarting = False
+
+    def sleep(self) -> None:
+        """Free the weights and the state, as in `Executor`."""
+        self.state.free()
+        self.state.layout.leaves = shapes_of(self.state.layout.leaves)
+
+    def wake_up(self, leaves: list[jax.Array]) -> None:
+        """Take weights, and make an empty state, as in `Executor`."""
+        self.state.layout.leaves = [*leaves]
+        self.state.take()
 
     def compile_ahead(self, sequences: Iterable[TokenSequence] | None = None) -> int:
         """Compile every program that these sequences, or any (None), can need; returns how many were missing.

@@ -1,5 +1,6 @@
 """`DecoderState`: what a decoder keeps on its devices beside weights, and how it changes between passes."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS
 from jaxinfer.generation.execution.programs import place_adapter, zeros
+from jaxinfer.generation.execution.spares import STATES
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import LayerAdapters
 
@@ -24,17 +26,18 @@ class DecoderState:
 
     Attributes:
       layout: the shapes of everything.
-      arrays: cache and slots.
+      arrays: cache and slots; None before `restart`, and after `free`.
       adapters: the LoRA adapters on the devices; None: there is no room for any.
     """
 
     def __init__(self, layout: DeviceLayout, programs: DevicePrograms[Buckets]):
         self.layout, self._programs = layout, programs
         self._empty = programs.compile(zeros.spec(layout.state), zeros.Zeros())
-        self.arrays: DeviceState = self._empty()
-        self.adapters: list[LayerAdapters] | None = None
+        self._no_adapters = None
         if layout.adapters is not None:
-            self.adapters = programs.compile(zeros.spec(layout.adapters), zeros.Zeros())()
+            self._no_adapters = programs.compile(zeros.spec(layout.adapters), zeros.Zeros())
+        self.arrays: DeviceState = None  # type: ignore[assignment]  # nothing runs while it is free
+        self.adapters: list[LayerAdapters] | None = None
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
 
     def restart(self) -> None:
@@ -42,6 +45,30 @@ class DecoderState:
         for array in jax.tree.leaves(self.arrays):
             array.delete()  # first: there is no room for two
         self.arrays = self._empty()
+        self._place_adapters()
+
+    def free(self) -> None:
+        """Give the memory back, for the next state of the same shapes. No slot may be active."""
+        if self.arrays is not None:
+            STATES.give(self._shapes, self.arrays)
+        self.arrays, self.adapters = None, None  # type: ignore[assignment]
+        self._all_tokens.clear()
+
+    def take(self) -> None:
+        """Have memory again after `free`: that of another state of the same shapes, if there is one."""
+        if (arrays := STATES.take(self._shapes)) is None:
+            arrays = self._empty()
+        self.arrays = arrays
+        self._place_adapters()
+
+    @property
+    def _shapes(self) -> Hashable:
+        shapes, tree = jax.tree.flatten(self.layout.state)
+        return tree, *((x.shape, x.dtype, x.sharding) for x in shapes)
+
+    def _place_adapters(self) -> None:
+        if self.adapters is None and self._no_adapters is not None:
+            self.adapters = self._no_adapters()
 
     def change(self, command: Command) -> None:
         """Send a command of a program that changes the state to the devices."""

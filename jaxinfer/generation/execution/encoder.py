@@ -38,7 +38,13 @@ class Vectors:
 
 
 class EncoderPasses(Passes, Protocol):
-    """Sends an encoder's batches to its devices."""
+    """Sends an encoder's batches to its devices.
+
+    Attributes:
+      leaves: the weights that are on the devices all the time.
+    """
+
+    leaves: list[jax.Array]
 
     def run(self, command: Command) -> Vectors:
         """Send a batch."""
@@ -72,6 +78,14 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
     ):
         super().__init__(programs, passes, config, clock, costs)
         self.passes, self._buckets = passes, buckets
+
+    def sleep(self) -> None:
+        """Free the weights, as in `Executor`."""
+        self.passes.leaves = []
+
+    def wake_up(self, leaves: list[jax.Array]) -> None:
+        """Take weights, as in `Executor`."""
+        self.passes.leaves = list(leaves)
 
     def compile_ahead(self, sequences: Iterable[TokenSequence] | None = None) -> int:
         """Compile what these sequences, or any (None), need together; returns how many programs were missing."""

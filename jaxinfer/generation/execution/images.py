@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs, ExecutableStore, Origin
+from jaxinfer.compiled import Costs, Origin, executable_store
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.execution.forward import Forward, LaunchedBatch
 from jaxinfer.generation.execution.programs import embed_images
@@ -38,7 +38,7 @@ class ImageEngine:
             mesh=model.mesh,
             lanes=model.lanes,
             kernels=kernels,
-            store=ExecutableStore(),
+            store=executable_store(),
             costs=costs,
         )
         self._max_batch = self._forward.sizes[-1]

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -132,7 +132,7 @@ class DeviceLayout:
         self._fitting = fitting or Fitting(original=config, config=config)
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
-        self.leaves = self._shapes() if leaves is None else list(leaves)
+        self.leaves: Sequence[jax.Array | jax.ShapeDtypeStruct] = self._shapes() if leaves is None else list(leaves)
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 from rich.filesize import decimal
 
-from jaxinfer.compiled import Costs, ExecutableStore, ProgramCache, ProgramSpec
+from jaxinfer.compiled import Costs, ProgramCache, ProgramSpec, executable_store
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
@@ -81,6 +81,7 @@ def plan_memory(
     placement: Placement | None = None,
     cache_bytes: int | None = None,
     device_memory: int | None = None,
+    asleep: bool = False,
 ) -> MemoryPlan:
     """Divide the memory beside the weights between the cache and the programs' workspace.
 
@@ -91,12 +92,14 @@ def plan_memory(
       placement: the place of each layer; None: all are on the devices.
       cache_bytes: bytes of the cache; None: as many as there is room for.
       device_memory: bytes that the model may take of each device, weights included; None: all that are free.
+      asleep: whether the weights are not on the devices yet, whose memory others will have left when they come.
 
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
     shared = shares_memory(model.platform)
     tenants = weight_tenants(model, placement)
-    weights, available = sum(tenants.values()), free_bytes(model, config)
+    weights = sum(tenants.values())
+    available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
     if device_memory is not None:
         available = min(available, device_memory - weights)
     available -= buffer_bytes(placement)
@@ -143,8 +146,20 @@ def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
     devices = devices_of(opened.mesh)
     sharing = Counter(map(budget_of, devices))
     unreserved = (free // count for budget, count in sharing.items() if (free := budget.free) is not None)
-    beside = read_adapter_bytes(config) // len(devices) if shares_memory(opened.platform) else 0
-    return min([available_bytes(opened.mesh), *unreserved]) - beside
+    return min([available_bytes(opened.mesh), *unreserved]) - _adapters_beside(opened, config)
+
+
+def capacity_bytes(opened: OpenedModel, config: SharedConfig) -> int:
+    """The bytes of each device that a model may have which is there alone, adapters in the host's memory aside."""
+    devices = devices_of(opened.mesh)
+    sharing = Counter(map(budget_of, devices))
+    known = [budget.capacity // count for budget, count in sharing.items() if budget.capacity is not None]
+    return min(known, default=available_bytes(opened.mesh)) - _adapters_beside(opened, config)
+
+
+def _adapters_beside(opened: OpenedModel, config: SharedConfig) -> int:
+    """The bytes of each device for adapters that were read, where devices share the host's memory."""
+    return read_adapter_bytes(config) // len(devices_of(opened.mesh)) if shares_memory(opened.platform) else 0
 
 
 def read_adapter_bytes(config: SharedConfig) -> int:
@@ -284,7 +299,7 @@ def workspace_bytes(
 ) -> int:
     """Compile the largest programs and return their workspace, on each device. specs: None: of whole passes."""
     specs = specs or whole_programs(layout)
-    programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
+    programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=executable_store())
     programs.compile_ahead(buckets.largest)
     return max(program.memory.workspace_bytes for program in programs)
 

@@ -55,13 +55,16 @@ class WholeEncoderPasses(WholePasses):
     Args:
       model: weights and config.
       programs: the program `embed`.
+
+    Attributes:
+      leaves: the weights.
     """
 
     def __init__(self, model: LoadedModel, programs: DevicePrograms[ShapeBuckets]):
-        self._leaves, self._programs = list(model.leaves.values()), programs
+        self.leaves, self._programs = list(model.leaves.values()), programs
 
     def run(self, command: Command) -> Vectors:
         """Send a batch."""
         program = self._programs.cache.get(Embed(**dict(command.sizes.bucket)))
-        vectors: jax.Array = program(self._leaves, *command.inputs)
+        vectors: jax.Array = program(self.leaves, *command.inputs)
         return Vectors(program.name, program.bucket, vectors)

@@ -68,6 +68,11 @@ class OpenedModel:
         devices.check_memory(self.folder, needed, self.mesh, self.remedy)
         return LoadedModel(**self.fields(), leaves=self.read(stays=True))
 
+    def without_weights(self) -> "LoadedModel":
+        """The model as it is while its engine sleeps: with shapes in place of weights."""
+        leaves = dict(zip(self.stage_leaves, self.placed_shapes(), strict=True))
+        return LoadedModel(**self.fields(), leaves=leaves)  # type: ignore[arg-type]
+
     def for_context(self, context: int) -> "OpenedModel":
         """The model of an engine whose requests have at most so many tokens."""
         fitted, original = self.fitting.config, self.fitting.original

@@ -1,0 +1,228 @@
+"""Which language models of a server have memory: those with requests, and of the others those worth most."""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.generation.execution.spares import free_spares
+from jaxinfer.serving import NotLoadedError, ServingError
+from jaxinfer.serving.budget import Budget, Sizes, host_budget
+
+if TYPE_CHECKING:
+    from jaxinfer.generation.api.async_llm import AsyncLLM
+    from jaxinfer.http.served_models import ServedModel
+
+log = logging.getLogger(__name__)
+
+DISK_BYTES_PER_SECOND = 1e9
+"""Assumed for a model that was not loaded yet, to compare it with others."""
+
+
+class Residency:
+    """Wakes models that have requests, in the order in which these came, and has others sleep for them.
+
+    The models that make room are those whose next use costs least: the seconds to wake one up, times its requests a
+    second, for each byte. Models with requests make room only if those without do not suffice. Their requests end
+    first; those that come meanwhile wait for their next turn, so no model starves.
+
+    One thread does all this, one thing at a time. The server's routes give it work, too (`run`).
+
+    Args:
+      models: all models. Those that are not loaded yet are its own from `watch` on.
+
+    Attributes:
+      switches: how many times a model was woken up.
+      switch_seconds: what this took in all, making room included.
+    """
+
+    def __init__(self, models: Iterable["ServedModel"]):
+        self._models = list(models)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.switches, self.switch_seconds = 0, 0.0
+
+    # From any thread
+
+    def watch(self, model: "ServedModel") -> None:
+        """Wake a model whenever it has requests. Called once it is loaded, again without effect."""
+        if (llm := model.loaded) is not None:
+            llm.on_waiting(self._notify)
+        self._start()
+        self._notify()
+
+    def run(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have the thread call a function that changes models, such as `sleep`."""
+        future = Future[Any]()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._start()
+        self._work.put(call)
+        return future
+
+    def close(self) -> None:
+        """End the thread, once what it does now is done; models stay as they are."""
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
+        self._work.put(None)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._loop, name="jaxinfer-residency", daemon=True)
+                self._thread.start()
+
+    # In its thread
+
+    def _loop(self) -> None:
+        while not self._closed:
+            work = self._wait()
+            if work is not None:
+                work()
+            try:
+                while not self._closed and (model := self._next_waiting()) is not None:
+                    self._bring(model)
+                self._unload_idle()
+            except ServingError as error:  # a model is closed or has died meanwhile
+                log.warning("%s", error)
+
+    def _wait(self) -> Callable[[], None] | None:
+        """Wait for work, or until a model has been idle for its `ttl`, or may be tried again."""
+        ends = [model.use.last + model.ttl for model in self._models if model.ttl is not None and model.loaded]
+        ends += [model.retry_at for model in self._models if model.retry_at is not None and model.loaded]
+        try:
+            return self._work.get(timeout=max(min(ends) - time.perf_counter(), 0.0) if ends else None)
+        except queue.Empty:
+            return None
+
+    def _next_waiting(self) -> "ServedModel | None":
+        """The sleeping model whose request has waited longest."""
+        waiting = [
+            (since, index)
+            for index, model in enumerate(self._models)
+            if (llm := model.loaded) is not None
+            and not model.held
+            and model.retry_at is None
+            and (since := llm.waiting_since) is not None
+        ]
+        return self._models[min(waiting)[1]] if waiting else None
+
+    def _bring(self, model: "ServedModel") -> None:
+        """Wake a model for its requests, unless they are given up meanwhile. If that fails, they end with an error."""
+        llm, begun = model.llm, time.perf_counter()
+        try:
+            self.wake_up(model, unless=lambda: self._closed or llm.waiting_since is None)
+        except Exception as error:
+            log.error("%s cannot be woken up.", model.name, exc_info=error)
+            model.fail(error)
+            llm.fail_waiting(NotLoadedError(f"the model {model.name!r} cannot be loaded: {error}"))
+        self.switches += 1
+        self.switch_seconds += time.perf_counter() - begun
+
+    def wake_up(self, model: "ServedModel", *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wake a model, and have others sleep for it. Call it by `run`.
+
+        unless: once it returns true, while other models end their requests, nothing more is done.
+
+        Raises NotLoadedError if there is no room beside pinned models; as `AsyncLLM.wake_up` does.
+        """
+        llm = model.llm
+        try:
+            for victim in self._victims(model):
+                if not self._make_room(victim, unless):
+                    return
+            begun = time.perf_counter()
+            llm.wake_up()
+            model.load_seconds = time.perf_counter() - begun
+        finally:
+            free_spares()
+
+    def _victims(self, model: "ServedModel") -> list["ServedModel"]:
+        """The models that sleep for another, in order. Raises NotLoadedError if all together are too small."""
+        lacking = _by_budget(model.llm.sizes)
+        for budget in lacking:
+            lacking[budget] -= lacking[budget] if budget.free is None else budget.free
+        now, victims = time.perf_counter(), []
+        for other in sorted(self._candidates(model), key=lambda each: _worth(each, now)):
+            if not +lacking:
+                break
+            sizes = _by_budget(_awake(other).sizes)
+            if any(sizes[budget] for budget in +lacking):
+                lacking -= sizes
+                victims.append(other)
+        if +lacking:
+            (budget, missing), *_ = (+lacking).items()
+            raise NotLoadedError(
+                f"the model {model.name!r} needs {missing:,} bytes of {budget.name} more than are free or can be freed."
+                f"{budget.report}"
+            )
+        return victims
+
+    def _candidates(self, model: "ServedModel") -> list["ServedModel"]:
+        return [
+            other
+            for other in self._models
+            if other is not model
+            and not other.pinned
+            and (llm := other.loaded) is not None
+            and not llm.is_sleeping
+            and llm.can_sleep
+        ]
+
+    def _make_room(self, victim: "ServedModel", unless: Callable[[], bool]) -> bool:
+        """Have a model sleep; return whether it does."""
+        llm = _awake(victim)
+        llm.on_waiting(self._notify)
+        host = host_budget()
+        weights = llm.model.bytes_per_device()
+        fits = host.free is None or host.free > weights
+        return llm.sleep(level=1 if llm.model.platform != "cpu" and fits else 2, unless=unless, hand_over=True)
+
+    def _unload_idle(self) -> None:
+        """Unload the models that nobody has asked for their `ttl`."""
+        now = time.perf_counter()
+        for model in self._models:
+            llm = model.loaded
+            if llm is None or model.ttl is None or now < model.use.last + model.ttl:
+                continue
+            if llm.num_requests:
+                model.use.last = now
+            else:
+                model.unload()
+
+
+def _awake(model: "ServedModel") -> "AsyncLLM":
+    assert model.loaded is not None
+    return model.loaded
+
+
+def _by_budget(sizes: Sizes) -> Counter[Budget]:
+    total = Counter[Budget]()
+    for (budget, _), size in sizes.items():
+        total[budget] += size
+    return total
+
+
+def _worth(model: "ServedModel", now: float) -> tuple[bool, float, float]:
+    """The order in which models make room: those without requests first, and of these those whose next use costs least.
+
+    Of models that nobody has asked for lately, the least recently used.
+    """
+    llm = _awake(model)
+    size = sum(llm.sizes.values())
+    seconds = model.load_seconds or size / DISK_BYTES_PER_SECOND
+    return llm.num_requests > 0, seconds * model.use.per_second(now) / size, model.use.last
