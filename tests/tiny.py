@@ -97,9 +97,9 @@ def fill[Model: nnx.Module](make: Callable[[], Model], rng: np.random.Generator)
     return model
 
 
-def random_model(config: DecoderConfig) -> Decoder:
+def random_model(config: DecoderConfig, seed: int = 0) -> Decoder:
     """A decoder of `fill`."""
-    return fill(lambda: Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(0))
+    return fill(lambda: Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), np.random.default_rng(seed))
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
@@ -115,14 +115,18 @@ AGENT_TEMPLATE = (
 
 
 def save_tiny(
-    path: Path, layout: Layout = "orbax", config: DecoderConfig = CONFIG, chat_template: str = CHAT_TEMPLATE
+    path: Path,
+    layout: Layout = "orbax",
+    config: DecoderConfig = CONFIG,
+    chat_template: str = CHAT_TEMPLATE,
+    seed: int = 0,
 ) -> Path:
     """Write the model directory; <end> is its end of text."""
     files = {
         "tokenizer.json": byte_tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({"chat_template": chat_template}).encode(),
     }
-    save_model(path, random_model(config), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
+    save_model(path, random_model(config, seed), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
     return path
 
 

@@ -123,6 +123,7 @@ class ServedModel:
             except Exception as error:
                 self.fail(error)
                 raise
+            self.use.last = time.perf_counter()  # its `ttl` begins now
             with self._lock:
                 self._llm, self._error = llm, None
                 closed = self._closed

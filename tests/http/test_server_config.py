@@ -105,7 +105,10 @@ def test_a_table_has_every_option_that_can_be_written():
         ("port =", ":1: not TOML: "),
         ("", ": models: there are none; a server needs at least one."),
         ("[models]", ": models: there are none; a server needs at least one."),
-        ("prt = 1\n[models.a]\npath = 'a'", ": the file: unknown field 'prt'; known: models, model_folder, device_memory, host, port"),
+        (
+            "prt = 1\n[models.a]\npath = 'a'",
+            ": the file: unknown field 'prt'; known: models, model_folder, ",
+        ),
         ("[models.a]\npath = 'a'\nmax_bach = 1", ": models.a: unknown field 'max_bach'; known: "),
         ("[models.a]\nmax_batch = 1", ": Object missing required field `path` - at `$.models[...]`"),
         ("[models.a]\npath = 'a'\nmax_batch = '1'", ": Expected `int`, got `str` - at `$.models[...].max_batch`"),

@@ -1,0 +1,266 @@
+"""Models that sleep: they give memory back, keep requests waiting, and go on as if nothing had been."""
+
+import asyncio
+import shutil
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer import AsyncLLM, Embedder, SamplingParams
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.generation.execution import spares
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.serving import ClosedError, NotLoadedError
+from jaxinfer.serving.budget import BudgetError, host_budget
+from jaxinfer.sharding import MeshConfig
+from tests.generation.api.test_embedding import GOLDEN
+from tests.generation.conftest import PLAIN
+from tests.generation.few_programs import few_programs
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def make(model_dir, **options):
+    with few_programs():
+        return AsyncLLM(model_dir, **PLAIN | options)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir):
+    with make(model_dir) as llm:
+        return llm.submit("abc", GREEDY).result().outputs[0].token_ids
+
+
+@pytest.fixture
+def llm(model_dir):
+    with make(model_dir, asleep=True) as llm:
+        yield llm
+
+
+def answer(llm):
+    return llm.submit("abc", GREEDY).result(60).outputs[0].token_ids
+
+
+def bytes_of(llm):
+    return sum(llm.reserved.values())
+
+
+MESHES = [pytest.param(MeshConfig(**{axis: 2}), marks=pytest.mark.slow) for axis in ("tensor", "data")]
+
+
+@pytest.mark.parametrize("mesh", [None, *MESHES], ids=str)
+def test_tokens_are_the_same_after_sleep(model_dir, expected, mesh):
+    with make(model_dir, mesh=mesh, asleep=True) as llm:
+        assert llm.is_sleeping
+        assert bytes_of(llm) == 0
+        llm.wake_up()
+        awake, first = bytes_of(llm), answer(llm)
+        for level in (1, 2):
+            assert llm.sleep(level=level)
+            assert llm.is_sleeping
+            kept = sum(leaf.nbytes for leaf in llm.model.leaves.values() if isinstance(leaf, jax.Array))
+            assert kept == 0
+            assert (bytes_of(llm) == 0) == (level == 2)
+            assert bytes_of(llm) < awake
+            llm.wake_up()
+            assert bytes_of(llm) == awake
+            assert answer(llm) == first == expected
+
+
+def test_memory_is_given_back(llm):
+    llm.wake_up()
+    leaves = list(llm.model.leaves.values())
+    answer(llm)
+    state = jax.tree.leaves(llm.engine.executor.state.arrays)
+    llm.sleep(level=1)
+    assert not any(leaf.is_deleted() for leaf in leaves), "a CPU computes where the host's memory is"
+    llm.sleep(level=2)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert not spares.STAGING._free
+    assert spares.STATES.take(llm.engine.executor.state._shapes) is None
+    del state
+
+
+def test_a_model_takes_over_the_memory_of_another(model_dir, tmp_path, expected):
+    """Its cache has the other's keys and values, and nobody reads them."""
+    shutil.copytree(model_dir, tmp_path / "other")
+    with make(model_dir, asleep=True) as one, make(tmp_path / "other", asleep=True) as other:
+        one.wake_up()
+        one.submit("something else, longer", GREEDY).result()
+        buffer = one.model.leaves["embed.weight"].unsafe_buffer_pointer() if "embed.weight" in one.model.leaves else 0
+        one.sleep(level=2, hand_over=True)
+        assert spares.STAGING._free
+        other.wake_up()
+        assert not spares.STAGING._free
+        assert not buffer or other.model.leaves["embed.weight"].unsafe_buffer_pointer() == buffer
+        assert answer(other) == expected
+        assert other.stats().compile_misses == 0
+
+
+def test_requests_wait_for_the_model(llm, expected):
+    futures = [llm.submit("abc", GREEDY) for _ in range(3)]
+    given_up = llm.submit("abc", GREEDY)
+    given_up.cancel()
+    late = llm.submit("abc", GREEDY, deadline=0.05)
+    with pytest.raises(NotLoadedError, match="before the model was loaded"):
+        late.result(10)
+    assert not any(future.done() for future in futures)
+    assert 0 <= time.perf_counter() - llm.waiting_since < 60
+    assert llm.num_requests == 3
+    llm.wake_up()
+    assert [future.result(60).outputs[0].token_ids for future in futures] == [expected] * 3
+    assert llm.waiting_since is None
+
+
+def test_tasks_wait_for_the_model(llm, expected):
+    async def main():
+        stream = asyncio.ensure_future(llm.generate("abc", GREEDY).final())
+        cancelled = asyncio.ensure_future(llm.generate("abc", GREEDY).final())
+        while llm.num_requests < 2:
+            await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(NotLoadedError):
+            await llm.generate("abc", GREEDY, deadline=0.02).final()
+        while llm.num_requests > 1:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(llm.wake_up)
+        return (await stream).outputs[0].token_ids
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == expected
+
+
+def test_requests_that_have_begun_end_first(llm):
+    llm.wake_up()
+    long = llm.submit("abc", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    while not llm.stats().running:
+        time.sleep(0.001)
+    sleeping = threading.Thread(target=llm.sleep)
+    sleeping.start()
+    sleeping.join(60)
+    assert long.done()
+    assert len(long.result().outputs[0].token_ids) == 100
+    assert llm.is_sleeping
+
+
+def test_a_model_that_is_wanted_stays_awake(llm, monkeypatch, expected):
+    llm.wake_up()
+    collect, hold = llm.engine.executor.collect, threading.Event()
+    monkeypatch.setattr(llm.engine.executor, "collect", lambda step: (hold.wait(60), collect(step))[1])
+    running = llm.submit("abc", GREEDY)
+    while not llm.stats().running:
+        time.sleep(0.001)
+    asked = iter([False, True])
+    assert not llm.sleep(unless=lambda: next(asked))
+    assert not llm.is_sleeping
+    waiting = llm.submit("abc", GREEDY)
+    hold.set()
+    assert running.result(60).outputs[0].token_ids == waiting.result(60).outputs[0].token_ids == expected
+
+
+def test_requests_that_have_waited_have_their_turn(llm, expected):
+    """However soon the model is to sleep again."""
+    waiting = llm.submit("abc", GREEDY)
+    llm.wake_up()
+    llm.sleep(level=2)
+    assert waiting.done()
+    assert waiting.result().outputs[0].token_ids == expected
+
+
+def test_waiting_requests_can_be_failed(llm, expected):
+    failed = llm.submit("abc", GREEDY)
+    while llm.waiting_since is None:
+        time.sleep(0.001)
+    llm.fail_waiting(NotLoadedError("no room"))
+    with pytest.raises(NotLoadedError, match="no room"):
+        failed.result(10)
+    llm.wake_up()
+    assert answer(llm) == expected
+
+
+def test_a_sleeping_model_can_be_closed(model_dir):
+    llm = make(model_dir, asleep=True)
+    waiting = llm.submit("abc", GREEDY)
+    llm.close(drain=True)
+    with pytest.raises(ClosedError):
+        waiting.result(10)
+    for call in (llm.sleep, llm.wake_up):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_too_little_memory(llm, expected, monkeypatch):
+    waiting, budget = llm.submit("abc", GREEDY), host_budget()
+    monkeypatch.setattr(budget, "capacity", budget.reserved + 1000)
+    with pytest.raises(BudgetError, match="weights"):
+        llm.wake_up()
+    assert llm.is_sleeping
+    monkeypatch.undo()
+    llm.wake_up()
+    assert waiting.result(60).outputs[0].token_ids == expected
+
+
+def test_a_load_that_fails_leaves_it_asleep(llm, expected, monkeypatch):
+    def fails():
+        raise CheckpointError("gone")
+
+    weights = llm._loaded.weights
+    monkeypatch.setattr(weights, "load", fails)
+    with pytest.raises(CheckpointError, match="gone"):
+        llm.wake_up()
+    assert llm.is_sleeping
+    assert bytes_of(llm) == 0
+    monkeypatch.undo()
+    llm.wake_up()
+    assert answer(llm) == expected
+
+
+def test_files_that_are_damaged_or_cannot_be_written(model_dir, tmp_path, expected, monkeypatch, caplog):
+    """The checkpoint is read instead."""
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    with make(model_dir, asleep=True) as llm:
+        llm.wake_up()
+        (file,) = (tmp_path / "cache" / "layers").glob("*/layer-00000.bin")
+        with open(file, "r+b") as opened:
+            opened.seek(5000)
+            opened.write(b"\xff" * 64)
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert "is damaged: its crc32c differs" in caplog.text
+        assert answer(llm) == expected
+        shutil.rmtree(tmp_path / "cache" / "layers")
+        (tmp_path / "cache" / "layers").write_text("in the way")
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert answer(llm) == expected
+
+
+def test_an_encoder_sleeps(tmp_path):
+    convert(GOLDEN, tmp_path / "encoder")
+    expected = Embedder(tmp_path / "encoder", max_batch=2).embed([[5, 6]])
+    with AsyncLLM(tmp_path / "encoder", max_batch=2, asleep=True) as llm:
+
+        async def embed():
+            return await llm.embed([[5, 6]])
+
+        for level in (2, 1):
+            llm.wake_up()
+            np.testing.assert_array_equal(asyncio.run(embed()), expected)
+            llm.sleep(level=level)
+
+
+def test_streamed_weights_do_not_sleep(model_dir):
+    with make(model_dir, weights="host", max_decode_passes=1) as llm:
+        assert not llm.can_sleep
+        with pytest.raises(ValueError, match="sleep is not implemented for a model whose weights are streamed"):
+            llm.sleep()
+    with pytest.raises(ValueError, match="weights='host' is not implemented for a model that can sleep"):
+        make(model_dir, weights="host", asleep=True)
+
+
+def test_levels_are_one_and_two(llm):
+    for level in (0, 3, True, "1", None, 1e30):
+        with pytest.raises(ValueError, match="level must be 1 or 2"):
+            llm.sleep(level=level)
