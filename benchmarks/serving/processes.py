@@ -76,10 +76,19 @@ class Server(Process):
       name: the server, in errors.
       command: its command, with "{port}" in place of the port.
       ready: the path that answers 200 once requests are taken.
+      port: the port; None: any.
     """
 
-    def __init__(self, name: str, command: Sequence[str | Path], *, ready: str = "/ready", **environment: str):
-        self.port, self._ready = free_port(), ready
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        ready: str = "/ready",
+        port: int | None = None,
+        **environment: str,
+    ):
+        self.port, self._ready = port or free_port(), ready
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill
         command = [str(part).format(port=self.port) for part in command]
         super().__init__(name, command, output=self._output, **environment)

@@ -34,10 +34,10 @@ def vllm_server(settings: Settings, batch: int) -> Server:
     return Server(VLLM, command, ready="/health", VLLM_CPU_KVCACHE_SPACE="2", VLLM_LOGGING_LEVEL="WARNING")
 
 
-def llama_server(settings: Settings, batch: int) -> Server:
+def llama_server(settings: Settings, batch: int, gguf: Path | None = None) -> Server:
     """Start llama_cpp.server, which runs one request after another; `batch` changes nothing."""
     python = find_peers(settings.peer_python, ("llama_cpp",))
-    command = [python, "-m", "llama_cpp.server", "--model", settings.gguf, "--port", "{port}"]
+    command = [python, "-m", "llama_cpp.server", "--model", gguf or settings.gguf, "--port", "{port}"]
     command += ["--n_ctx", str(CONTEXT), "--n_threads", str(settings.threads)]
     command += ["--n_threads_batch", str(settings.threads), "--interrupt_requests", "False", "--verbose", "False"]
     return Server(LLAMA, command, ready="/v1/models")

@@ -44,6 +44,8 @@ MODEL_OPTIONS = (
 )
 """Options of `AsyncLLM` that are those of the command, too."""
 
+SERVED_HELP = f"{MODEL_HELP} Or one TOML file with all models and options, instead of the options here."
+
 KEYS = "JAXINFER_API_KEY"
 """The environment variable with API keys, separated by commas."""
 
@@ -73,10 +75,7 @@ AdapterFoldersOption = Annotated[
 
 def serve(
     ctx: typer.Context,
-    model: Annotated[list[Path] | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file with all models and options, instead of these here.")
-    ] = None,
+    model: Annotated[list[Path] | None, typer.Argument(metavar="MODEL | FILE.toml", help=SERVED_HELP)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[
@@ -128,14 +127,14 @@ def serve(
     from jaxinfer.http.listening import listen
 
     keys = {"api_keys": _keys(KEYS), "admin_keys": _keys(ADMIN_KEYS)}
-    if config is None:
+    if not (model and any(path.suffix == ".toml" for path in model)):
         with listen(host, port) as listening:  # before what takes seconds to import
             _run(_given(ctx, keys), listening)
     else:
-        _refuse_others(ctx)
+        _refuse_others(ctx, model)
         from jaxinfer.http.config import ServerConfig
 
-        served = ServerConfig.read(config, **keys)
+        served = ServerConfig.read(model[0], **keys)
         with listen(served.host, served.port) as listening:
             _run(served, listening)
 
@@ -172,11 +171,11 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
         yield file
 
 
-def _refuse_others(ctx: typer.Context) -> None:
-    """Refuse everything else that is given with `--config`. Raises ValueError."""
-    if ctx.params["model"]:
-        raise ValueError("give MODEL or --config FILE, not both: the file names the models.")
-    refuse_ignored(ctx, [name for name in ctx.params if name not in ("config", "model")], "with --config")
+def _refuse_others(ctx: typer.Context, paths: list[Path]) -> None:
+    """Refuse everything else that is given with a file. Raises ValueError."""
+    if len(paths) > 1:
+        raise ValueError("give models or one FILE.toml, not both: the file names the models.")
+    refuse_ignored(ctx, [name for name in ctx.params if name != "model"], f"with {paths[0]}, which has all options")
 
 
 def _given(ctx: typer.Context, keys: dict[str, tuple[str, ...]]) -> "ServerConfig":
@@ -186,11 +185,11 @@ def _given(ctx: typer.Context, keys: dict[str, tuple[str, ...]]) -> "ServerConfi
 
     given = ctx.params
     if not (paths := given["model"]):
-        raise ValueError("name a MODEL to serve, or several, or give --config FILE.")
+        raise ValueError("name a MODEL to serve, or several, or a FILE.toml that describes them.")
     adapters = _adapters(given["adapter"] or [])
     for option, value in (("--name", given["name"]), ("--adapter", adapters)):
         if value and len(paths) > 1:
-            raise ValueError(f"{option} is for one model: describe several with --config FILE.")
+            raise ValueError(f"{option} is for one model: describe several in a FILE.toml.")
     names = [given["name"]] if given["name"] else [_name(path) for path in paths]
     check_names(names)
     options = model_options(ctx) | {"adapters": adapters or None}
@@ -208,7 +207,8 @@ def _given(ctx: typer.Context, keys: dict[str, tuple[str, ...]]) -> "ServerConfi
         drain_timeout=given["drain_timeout"],
         otlp_endpoint=given["otlp_endpoint"],
         limits=Limits(
-            **keys,
+            api_keys=keys["api_keys"],
+            admin_keys=keys["admin_keys"],
             cors_origins=tuple(given["cors_origin"] or ()),
             timeout=given["timeout"],
             max_body_bytes=given["max_body_bytes"],

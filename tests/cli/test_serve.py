@@ -119,20 +119,20 @@ def test_a_server_that_loads_refuses_requests_and_ends_soon(model_dir, tmp_path,
         (["{model}", "--host", "nowhere.invalid"], "cannot listen on nowhere.invalid, port 8000: "),
         (["{model}", "{model}"], "two models or adapters have the name 'tiny': give each its own."),
         (["{model}", "--adapter", "tiny=x"], "two models or adapters have the name 'tiny'"),
-        (["{model}", "{model}", "--name", "a"], "--name is for one model: describe several with --config FILE."),
-        (["{model}", "{model}", "--adapter", "a=b"], "--adapter is for one model: describe several with"),
-        ([], "name a MODEL to serve, or several, or give --config FILE."),
-        (["{model}", "--config", "x.toml"], "give MODEL or --config FILE, not both"),
-        (["--config", "x.toml", "--port", "80"], "--port has no effect with --config: leave it out."),
+        (["{model}", "{model}", "--name", "a"], "--name is for one model: describe several in a FILE.toml."),
+        (["{model}", "{model}", "--adapter", "a=b"], "--adapter is for one model: describe several in a FILE.toml"),
+        ([], "name a MODEL to serve, or several, or a FILE.toml that describes them."),
+        (["{model}", "x.toml"], "give models or one FILE.toml, not both"),
+        (["x.toml", "--port", "80"], "--port has no effect with x.toml, which has all options: leave it out."),
         (["{model}", "--access-log", "{there}/a/b"], "access log {there}/a/b: No such file or directory; name a file"),
-        (["--config", "x.toml"], "x.toml: No such file or directory; name a TOML file that describes a server."),
+        (["x.toml"], "x.toml: No such file or directory; name a TOML file that describes a server."),
         (["{model}", "--context", "1"], "--context must be in [2, 128] for this model, got 1."),
     ],
 )
 def test_what_cannot_be_served_is_one_line(model_dir, tmp_path, given, message):
     with socket.create_server(("127.0.0.1", 0)) as used:
         places = {"there": tmp_path, "model": model_dir, "used": used.getsockname()[1]}
-        port = [] if {"--port", "--host", "--config"} & {*given} else ["--port", str(free_port())]
+        port = [] if {"--port", "--host", "x.toml"} & {*given} else ["--port", str(free_port())]
         done = CliRunner().invoke(app, ["serve", *(part.format(**places) for part in given), *port])
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
@@ -168,7 +168,7 @@ max_batch = 2
 context = 64
 """
     )
-    command = [sys.executable, "-m", "jaxinfer", "serve", "--config", str(tmp_path / "serve.toml")]
+    command = [sys.executable, "-m", "jaxinfer", "serve", str(tmp_path / "serve.toml")]
     environment = {key: value for key, value in os.environ.items() if key != "JAXINFER_API_KEY"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as server:
         try:

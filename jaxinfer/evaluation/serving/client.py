@@ -96,6 +96,10 @@ class CompletionClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close its connections."""
         await self._http.aclose()
 
     async def find_model(self) -> str:

@@ -1,0 +1,58 @@
+"""Several models in one server: its goodput next to swapped processes, and what a switch costs.
+
+    python -m benchmarks.serving_models [--quick] [--only switch,goodput] [--json FILE]
+
+`switch` times a request for a model that sleeps, in a process with room for one and a half of three. `goodput` sends
+requests of 64 tokens for 16 more to the three, drawn at random, and to a server for each that is started and stopped.
+`experts` and `elastic` compare images over HTTP with the same in one process. The JSON is rewritten after every part.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.report import ROOT, Report, check_that_no_part_is_lost
+from benchmarks.serving.settings import Settings as ServingSettings
+from benchmarks.serving_models.goodput import goodput
+from benchmarks.serving_models.settings import Settings
+from benchmarks.serving_models.switch import switch
+from benchmarks.workers import add_options, parts_reader, run_part
+
+PARTS: dict[str, Callable[[Report, Settings], None]] = {"switch": switch, "goodput": goodput}
+read_parts = parts_reader(PARTS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving_models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test: the demo models, one round")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each load (default: 120)")
+    parser.add_argument("--only", type=read_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    add_options(parser)
+    args = parser.parse_args()
+    serving = ServingSettings(
+        quick=args.quick,
+        rounds=1,
+        folder=args.work_dir,
+        demo=args.demo,
+        peer_python=args.peer_python,
+        vllm_python=Path(ROOT / ".venv-vllm/bin/python"),
+        threads=args.threads,
+    )
+    settings = Settings(serving, args.seconds)
+    names = args.only or list(PARTS)
+    check_that_no_part_is_lost(args.json, names)
+    report = Report()
+    report.print_header()
+    report.row(figure="settings", quick=args.quick, seconds=args.seconds, peer_threads=args.threads)
+    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
+    report.finish(args.json)
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

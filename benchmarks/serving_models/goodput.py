@@ -1,0 +1,179 @@
+"""Requests of three models drawn at random, in one server or in processes that are swapped.
+
+A request is good if its first token comes within two seconds of its arrival. The rate is the highest of a search at
+which 95% of ours are good; the swapped processes then get the same load.
+"""
+
+import asyncio
+import dataclasses
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich
+
+from benchmarks.report import Report
+from benchmarks.serving.processes import Server, free_port
+from benchmarks.serving.servers import LLAMA, OURS, absent_peers, llama_server, make_requests, our_server
+from benchmarks.serving_models.settings import NAMES, Settings
+from benchmarks.serving_models.swap import ProcessSwap
+from jaxinfer.evaluation.serving.arrivals import poisson
+from jaxinfer.evaluation.serving.client import CompletionClient, LoadRequest, RequestRecord
+from jaxinfer.evaluation.serving.figures import Objective, ttft_ms
+
+PROMPT, OUTPUT = 64, 16
+TTFT_MS, SHARE = 2000.0, 0.95
+RATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+BURST = 16
+MAX_BATCH, CONTEXT = 8, 1024
+Complete = Callable[[str, LoadRequest, float], Awaitable[RequestRecord]]
+Load = list[tuple[str, LoadRequest]]
+
+
+def make_load(rate: float, seconds: float, *, burst: int = 1, seed: int = 0) -> Load:
+    """Poisson arrivals of bursts, each for a random model; `rate` counts requests."""
+    count = max(1, round(rate * seconds / burst))
+    arrivals, rng = poisson(rate / burst, count, np.random.default_rng(seed)), random.Random(seed)
+    requests = make_requests(count * burst, PROMPT, OUTPUT, seed=seed)
+    load = []
+    for index, arrival in enumerate(arrivals):
+        name = rng.choice(NAMES)
+        for request in requests[index * burst : (index + 1) * burst]:
+            prompt = (request.prompt * 2)[:PROMPT]
+            made = dataclasses.replace(request, prompt=prompt, output_tokens=OUTPUT, arrival=arrival.arrival)
+            load.append((name, made))
+    return load
+
+
+async def run(complete: Complete, load: Load) -> list[RequestRecord]:
+    """Send each request at its arrival."""
+    start = time.perf_counter()
+
+    async def one(name: str, request: LoadRequest) -> RequestRecord:
+        await asyncio.sleep(max(0.0, start + request.arrival - time.perf_counter()))
+        return await complete(name, request, start)
+
+    return await asyncio.gather(*(one(*each) for each in load))
+
+
+def figures(records: list[RequestRecord]) -> dict[str, Any]:
+    """The share of good requests, and their number a second."""
+    objective = Objective(ttft_ms=TTFT_MS)
+    good = sum(map(objective.is_kept, records))
+    seconds = max(record.arrival for record in records) or 1.0
+    return {
+        "good_share": round(good / len(records), 4),
+        "goodput": round(good / seconds, 4),
+        "ttft_p50_ms": round(float(np.median([ttft_ms(record) for record in records])), 1),
+        "requests": len(records),
+        "errors": sum(bool(record.error) for record in records),
+    }
+
+
+def one_server(models: dict[str, Path], room: int) -> Server:
+    """Our server, with the models on demand."""
+    port = free_port()
+    lines = [f"port = {port}", f"device_memory = {room}"]
+    for name, path in models.items():
+        lines += [f"[models.{name}]", f'path = "{path}"', 'dtype = "float32"', "on_demand = true"]
+        lines += [f"max_batch = {MAX_BATCH}", f"context = {CONTEXT}"]
+    file = Path(tempfile.mkdtemp()) / "serve.toml"
+    file.write_text("\n".join(lines))
+    return Server(OURS, [sys.executable, "-m", "jaxinfer", "serve", file], port=port, JAXINFER_PROGRESS="0")
+
+
+def room_for(models: dict[str, Path], share: float) -> int:
+    """Bytes for so many models: of weights, pages and workspace."""
+    from jaxinfer import AsyncLLM
+
+    with AsyncLLM(next(iter(models.values())), asleep=True, max_batch=MAX_BATCH, context=CONTEXT) as llm:
+        return int(share * sum(llm.sizes.values()))
+
+
+def ours(models: dict[str, Path], loads: dict[Any, Load], room: int) -> dict[Any, list[RequestRecord]]:
+    """Run loads on our server, one after the other."""
+
+    async def measure(server: Server) -> dict[Any, list[RequestRecord]]:
+        clients = {name: CompletionClient(f"http://127.0.0.1:{server.port}", model=name) for name in models}
+
+        async def complete(name: str, request: LoadRequest, start: float) -> RequestRecord:
+            return await clients[name].complete(request, start)
+
+        await run(complete, make_load(1.0, 12.0, seed=99))  # every model is loaded and compiled
+        await run(complete, [(name, request) for name, request in make_load(1.0, 12.0, seed=98)])
+        results = {}
+        for key, load in loads.items():
+            results[key] = await run(complete, load)
+            if key in RATES and figures(results[key])["good_share"] < SHARE:
+                break
+        for client in clients.values():
+            await client.aclose()
+        return results
+
+    with one_server(models, room) as server:
+        server.wait()
+        return asyncio.run(measure(server))
+
+
+def swapped(start: Callable[[str], Server], loads: dict[Any, Load]) -> dict[Any, list[RequestRecord]]:
+    """Run loads on swapped processes, which were started once before, so that their caches are warm."""
+
+    async def measure() -> dict[Any, list[RequestRecord]]:
+        results = {}
+        async with ProcessSwap(start) as swap:
+            for name in (*NAMES, *NAMES):
+                await swap.complete(name, make_load(1.0, 1.0)[0][1], time.perf_counter())
+            for key, load in loads.items():
+                results[key] = await run(swap.complete, load)
+        return results
+
+    return asyncio.run(measure())
+
+
+def goodput(report: Report, settings: Settings) -> None:
+    """Measure `vs_process_swap`."""
+    for configs in ("one", "three"):
+        models = settings.models(configs)
+        room = room_for(models, 1.5)
+        search = ours(models, {rate: make_load(rate, settings.seconds) for rate in RATES}, room)
+        for rate, records in search.items():
+            report.row(figure="search", configs=configs, rate=rate, **figures(records))
+            rich.print(configs, rate, figures(records))
+        kept = [rate for rate, records in search.items() if figures(records)["good_share"] >= SHARE]
+        if not kept:
+            report.check(f"vs_process_swap_{configs}", 0.0, "x", target=5, invalid="no rate was kept")
+            continue
+        rate = max(kept)
+        if configs == "three":
+            continue
+        compare(report, settings, models, rate, room)
+
+
+def compare(report: Report, settings: Settings, models: dict[str, Path], rate: float, room: int) -> None:
+    """Compare at one rate, with single requests and with bursts."""
+    loads = {
+        1: make_load(rate, settings.seconds, seed=1),
+        BURST: make_load(rate, settings.seconds, burst=BURST, seed=1),
+    }
+    gguf = settings.gguf()
+    options = ("--max-batch", str(MAX_BATCH), "--context", str(CONTEXT))
+    starts = {"jaxinfer, swapped": lambda name: our_server(models[name], *options)}
+    invalid = ""
+    if LLAMA in absent_peers(settings.serving):
+        invalid = f"{LLAMA} is not here"
+    else:
+        starts[f"{LLAMA}, swapped"] = lambda name: llama_server(settings.serving, MAX_BATCH, gguf[name])
+    results = {OURS: ours(models, loads, room)} | {name: swapped(start, loads) for name, start in starts.items()}
+    for name, by_load in results.items():
+        for burst, records in by_load.items():
+            report.row(figure="goodput", server=name, rate=rate, burst=burst, **figures(records))
+            rich.print(name, burst, figures(records))
+    best = max(figures(records[1])["goodput"] for name, records in results.items() if name != OURS)
+    mine = figures(results[OURS][1])["goodput"]
+    seconds = settings.seconds
+    report.check("vs_process_swap", mine / max(best, 1 / seconds), "x", target=5, invalid=invalid)

@@ -1,0 +1,135 @@
+"""The time from a request for a model that sleeps to its first step, next to reading the model's bytes."""
+
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import rich
+
+from benchmarks.report import Report
+from benchmarks.serving_models.settings import Settings
+from jaxinfer import AsyncLLM, SamplingParams
+from jaxinfer.checkpoints.host_memory import aligned_buffer
+from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, read_cached
+from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.serving.budget import host_budget
+from jaxinfer.streaming.layer_folders import layer_folder
+
+ROUNDS = 15
+READERS = 4
+PROMPT = [5 + place for place in range(64)]
+
+
+class Switching:
+    """Three models in one process, with room for one and a half."""
+
+    def __init__(self, models: dict[str, Path]):
+        self.served = [
+            ServedModel(name, lambda asleep, path=path: AsyncLLM(path, asleep=asleep, context=1024), on_demand=True)
+            for name, path in models.items()
+        ]
+        self.models = ServedModels(self.served)
+        for model in self.served:
+            model.load(asleep=True)
+            self.models.residency.watch(model)
+        size = max(sum(model.llm.sizes.values()) for model in self.served)
+        host_budget().limit(host_budget().reserved + int(1.5 * size))
+        for model in [*self.served, *self.served]:
+            self.ask(model)
+
+    def ask(self, model: ServedModel) -> float:
+        """Ask a model for 16 tokens; return the seconds until its first step began."""
+        executor: Any = model.llm.engine.executor
+        launch, begun = executor.launch, list[float]()
+
+        def noted(batch: Any) -> Any:
+            begun.append(time.perf_counter())
+            return launch(batch)
+
+        executor.launch = noted
+        start = time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        model.llm.submit([*PROMPT[:-1], int(start) % 1000 + 5], params).result()
+        executor.launch = launch
+        return begun[0] - start
+
+    @property
+    def compiles(self) -> int:
+        """The programs that a request waited for."""
+        return sum(model.llm.stats().compile_misses for model in self.served)
+
+
+def file_of(model: ServedModel) -> Path:
+    """The file that a model's weights come from."""
+    (file,) = layer_folder(model.llm.model, whole=True).glob("layer-*.bin")
+    return file
+
+
+def read_seconds(file: Path) -> float:
+    """The seconds to read a file into new memory, by as many threads as the engine has."""
+    size, start = file.stat().st_size, time.perf_counter()
+    buffer = aligned_buffer(size).data
+    offsets = iter(range(0, size, BLOCK_BYTES))
+    lock = threading.Lock()
+
+    def read() -> None:
+        while True:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            read_cached(file, offset, buffer[offset : min(offset + BLOCK_BYTES, size)])
+
+    threads = [threading.Thread(target=read) for _ in range(READERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def forget(file: Path) -> None:
+    """Have the system drop a file from its page cache."""
+    handle = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def switch(report: Report, settings: Settings) -> None:
+    """Measure `switch_vs_bytes` and `switch_compiles`."""
+    for configs in ("one", "three"):
+        models = settings.models(configs) if not settings.serving.quick else {}
+        switching = Switching(models or _demo(settings))
+        before = switching.compiles
+        size = file_of(switching.served[0]).stat().st_size
+        for tier in ("page cache", "disk"):
+            ours, bytes_alone = [], []
+            for index in range(3 if settings.serving.quick else ROUNDS):
+                model = switching.served[index % 3]
+                file = file_of(model)
+                if tier == "disk":
+                    forget(file)
+                bytes_alone.append(read_seconds(file))
+                if tier == "disk":
+                    forget(file)
+                ours.append(switching.ask(model))
+            compiles = switching.compiles - before
+            mine, alone = statistics.median(ours), statistics.median(bytes_alone)
+            row = {"switch_s": round(mine, 4), "read_s": round(alone, 4), "compiles": compiles}
+            report.row(figure="switch", configs=configs, tier=tier, bytes=size, **row)
+            rich.print(f"{configs} config(s), {tier}: {row}")
+            if configs == "one":
+                name = "switch_vs_bytes" + ("" if tier == "page cache" else "_disk")
+                report.check(name, mine / alone, "x", target=1.25, better="lower")
+        if configs == "one":
+            report.check("switch_compiles", compiles, "programs", target=0, better="lower")
+        switching.models.close(drain=False)
+
+
+def _demo(settings: Settings) -> dict[str, Path]:
+    """For a smoke test: the demo models."""
+    demo = settings.serving.demo
+    return {"a": demo, "b": demo.parent / "moe_demo_model", "c": demo}
