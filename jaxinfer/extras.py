@@ -14,6 +14,7 @@ PACKAGES = {
     "prometheus_client": ("prometheus-client", "serve"),
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),
+    "zmq": ("pyzmq", "kv-events"),
 }
 """Modules that are imported after `require_extra` -> their package, and the extra that has it."""
 

@@ -78,6 +78,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.draining",
     "jaxinfer.http.error_responses",
     "jaxinfer.http.generation",
+    "jaxinfer.http.kv_events",
     "jaxinfer.http.messages.reply",
     "jaxinfer.http.metrics",
     "jaxinfer.http.process",
@@ -146,7 +147,8 @@ def test_what_is_imported_is_declared():
     files = (ROOT / "benchmarks/peers" / name for name in ("requirements.txt", "optional.txt"))
     lines = "".join(file.read_text() for file in files)
     peers = {name_of(line) for line in lines.splitlines() if not line.startswith("#")}
-    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench", "otel", "serve"))
+    extra = ("images", "elastic", "bench", "kv-events", "otel", "serve")
+    assert not undeclared(python_files("jaxinfer"), declared(*extra))
     assert not undeclared(python_files("examples"), declared("all"))
     assert not undeclared(python_files("benchmarks") - {SUITE}, declared("all") | peers)
     assert not undeclared(python_files("tests") | {SUITE}, declared("all", "dev", "docs"))

@@ -150,6 +150,8 @@ def _run(config: "ServerConfig", listening: "socket.socket") -> None:
 
     if config.otlp_endpoint is not None:
         require_extra("opentelemetry", "--otlp-endpoint")
+    if config.kv_events is not None:
+        require_extra("zmq", "kv_events")
     _warn(config.host, config.limits.api_keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
     served = f"Serving {', '.join(config.models)} at http://{host}:{config.port}/v1; Ctrl-C ends it."

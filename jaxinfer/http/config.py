@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.checkpoints.single_file import SINGLE_FILE
-from jaxinfer.fields import AtLeast1, NotNegative, Positive, check_fields, shown
+from jaxinfer.fields import AtLeast1, NotNegative, Positive, Size, check_fields, shown
 from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName, model_in_file
@@ -98,6 +98,34 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """How a server publishes which blocks of tokens its prefix cache has; see `jaxinfer.http.kv_events`.
+
+    Attributes:
+      endpoint: the ZeroMQ address of events. One with `*`, or of `ipc://`, is listened on; any other is connected to.
+      replay_endpoint: the address at which subscribers ask for batches that they missed; None: they cannot.
+      buffer_steps: how many batches it keeps for them.
+      topic: the first frame of each message; None: kv@ADDRESS@MODEL, where ADDRESS is the environment variable POD_IP,
+        or else the server's host, and its port.
+      format: "array" writes an event as an array, which every consumer reads; "map" as a map, as vLLM does since 0.24.
+    """
+
+    endpoint: str = "tcp://*:5556"
+    replay_endpoint: str | None = None
+    buffer_steps: Size = 10_000
+    topic: str | None = None
+    format: str = "array"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("endpoint", "replay_endpoint"):
+            if (address := getattr(self, name)) is not None and not address.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"kv_events.{name} must begin with tcp:// or ipc://, got {shown(address)}.")
+        if self.format not in ("array", "map"):
+            raise ValueError(f'kv_events.format must be "array" or "map", got {shown(self.format)}.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The config of a server.
 
@@ -111,6 +139,7 @@ class ServerConfig:
       otlp_endpoint: the URL of an OpenTelemetry collector that gets traces; None: none.
       keep_billing_header: whether the system prompts of `/v1/messages` keep the line that coding agents change with
         each request. It defeats the prefix cache.
+      kv_events: how it publishes what its prefix cache has; None: it does not.
       limits: limits of clients.
       source: the file that describes it; None: the command line.
     """
@@ -123,6 +152,7 @@ class ServerConfig:
     drain_timeout: NotNegative = 20.0
     otlp_endpoint: str | None = None
     keep_billing_header: bool = False
+    kv_events: KVEventsConfig | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     source: str | None = None
 
@@ -133,6 +163,8 @@ class ServerConfig:
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.models:
             raise ValueError("models: there are none; a server needs at least one.")
+        if self.kv_events is not None and len(self.models) > 1:  # a subscriber knows servers, and clears them as one
+            raise ValueError(f"kv_events is for a server of one model, and there are {len(self.models)}: leave it out.")
         check_names(
             name
             for model_name, model in self.models.items()
@@ -156,6 +188,9 @@ class ServerConfig:
             models = content.get("models")
             for name, table in models.items() if isinstance(models, dict) else ():
                 check_table(f"models.{name}", table, ModelTable.__annotations__)
+            if "kv_events" in content:
+                fields = [field.name for field in dataclasses.fields(KVEventsConfig)]
+                check_table("kv_events", content["kv_events"], fields)
             file = msgspec.convert(content, _ServerFile)
             folder = Path(path).parent
             found = {} if file.model_folder is None else _models_in(folder / file.model_folder)
@@ -169,6 +204,7 @@ class ServerConfig:
                 drain_timeout=file.drain_timeout,
                 otlp_endpoint=file.otlp_endpoint,
                 keep_billing_header=file.keep_billing_header,
+                kv_events=file.kv_events,
                 limits=Limits(
                     api_keys=api_keys,
                     admin_keys=admin_keys,
@@ -191,6 +227,7 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     drain_timeout: float = ServerConfig.drain_timeout
     otlp_endpoint: str | None = ServerConfig.otlp_endpoint
     keep_billing_header: bool = ServerConfig.keep_billing_header
+    kv_events: KVEventsConfig | None = ServerConfig.kv_events
     cors_origins: list[str] = []
     timeout: float | None = Limits.timeout
     max_body_bytes: int = Limits.max_body_bytes

@@ -3,6 +3,7 @@
 import functools
 import logging
 import re
+from typing import TYPE_CHECKING
 
 import jax
 from rich.filesize import decimal
@@ -17,18 +18,24 @@ from jaxinfer.serving import NotLoadedError
 from jaxinfer.serving.budget import budget_of
 from jaxinfer.streaming.layer_folders import layer_folder
 
+if TYPE_CHECKING:
+    from jaxinfer.http.kv_events import KVEvents
+
 log = logging.getLogger(__name__)
 
 
-def served_models(config: ServerConfig) -> ServedModels:
-    """The models of a config, none of which is loaded yet."""
-    return ServedModels(_served(config, name, model) for name, model in config.models.items())
+def served_models(config: ServerConfig, events: "KVEvents | None" = None) -> ServedModels:
+    """The models of a config, none of which is loaded yet.
+
+    events: gets what their prefix caches have; None: nobody does.
+    """
+    return ServedModels(_served(config, name, model, events) for name, model in config.models.items())
 
 
-def _served(config: ServerConfig, name: str, model: ModelConfig) -> ServedModel:
+def _served(config: ServerConfig, name: str, model: ModelConfig, events: "KVEvents | None") -> ServedModel:
     return ServedModel(
         name,
-        functools.partial(_load, config.source, name, model),
+        functools.partial(_load, config.source, name, model, events),
         model.adapter_folders,
         adapters=model.options.get("adapters") or (),
         tool_call_parser=model.tool_call_parser,
@@ -99,10 +106,13 @@ def _opened(model: ModelConfig) -> OpenedModel | None:
         return None
 
 
-def _load(source: str | None, name: str, model: ModelConfig, asleep: bool) -> AsyncLLM:
+def _load(source: str | None, name: str, model: ModelConfig, events: "KVEvents | None", asleep: bool) -> AsyncLLM:
     """Load a model; an error names its table in the file, and options as they are written there."""
     try:
-        return AsyncLLM(**model.load_options, asleep=asleep)
+        llm = AsyncLLM(**model.load_options, asleep=asleep)
+        if events is not None:
+            events.watch(llm)
+        return llm
     except (ValueError, OSError, MemoryError) as error:
         if source is None:
             raise

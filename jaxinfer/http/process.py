@@ -7,9 +7,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 
@@ -18,6 +18,9 @@ from jaxinfer.http.config import ServerConfig
 from jaxinfer.http.draining import Drain
 from jaxinfer.http.loading import load_models, served_models
 from jaxinfer.http.server import make_app
+
+if TYPE_CHECKING:
+    from jaxinfer.http.kv_events import KVEvents
 
 LAST_SECONDS = 1.0
 """Seconds for clients to read the end of their responses, once no request runs."""
@@ -42,8 +45,9 @@ def serve(
     Raises what `AsyncLLM` raises for a model that cannot be loaded; ValueError, naming the file, for one of a file;
     KeyboardInterrupt for a second SIGINT, or one while models are being loaded.
     """
-    models = served_models(config)
-    with _sinks(config, access_log) as sinks, short_turns():
+    events = _kv_events(config)
+    models = served_models(config, events)
+    with _sinks(config, access_log) as sinks, short_turns(), events or nullcontext():
         app = make_app(models, config.limits, sinks, keep_billing_header=config.keep_billing_header)
         server = _Server(app, app.state.drain, config.drain_timeout)
         errors: list[BaseException] = []
@@ -80,6 +84,16 @@ def _sinks(config: ServerConfig, access_log: TextIO | None) -> Iterator[list[rec
         yield [*sinks, traces]
     finally:
         traces.close()
+
+
+def _kv_events(config: ServerConfig) -> "KVEvents | None":
+    """Begin to publish KV events, if the config says so. Raises ValueError."""
+    if config.kv_events is None:
+        return None
+    from jaxinfer.http.kv_events import KVEvents  # of another extra
+
+    (name,) = config.models
+    return KVEvents(config.kv_events, name, host=config.host, port=config.port)
 
 
 @contextmanager

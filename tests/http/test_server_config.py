@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 from jaxinfer import AsyncLLM, MeshConfig
 from jaxinfer.cli.serve import serve
 from jaxinfer.generation.api.build import LoadOptions
-from jaxinfer.http.config import ModelConfig, ModelTable, ServerConfig
+from jaxinfer.http.config import KVEventsConfig, ModelConfig, ModelTable, ServerConfig
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName
 
@@ -120,12 +120,36 @@ def test_a_table_has_every_option_that_can_be_written():
         ("[models.a]\npath = 'a'\nadapters = { a = 'b' }", ": two models or adapters have the name 'a'"),
         ("[models.'']\npath = 'a'", ": the name of a model must be printable characters"),
         ("models = 3", ": Expected `object`, got `int` - at `$.models`"),
+        ("kv_events = 3\n[models.a]\npath = 'a'", ": Expected `object | null`, got `int` - at `$.kv_events`"),
+        (
+            "[models.a]\npath = 'a'\n[kv_events]\nport = 1",
+            ": kv_events: unknown field 'port'; known: endpoint, replay_",
+        ),
+        ("[models.a]\npath = 'a'\n[kv_events]\nbuffer_steps = 0", ": Expected `int` >= 1 - at `$.kv_events.buffer_"),
+        (
+            "[models.a]\npath = 'a'\n[kv_events]\nreplay_endpoint = '*:1'",
+            ": kv_events.replay_endpoint must begin with tcp:// or ipc://, got '*:1'.",
+        ),
+        (
+            "[models.a]\npath = 'a'\n[kv_events]\nformat = 'list'",
+            ': kv_events.format must be "array" or "map", got \'list\'.',
+        ),
+        (
+            "[models.a]\npath = 'a'\n[models.b]\npath = 'b'\n[kv_events]",
+            ": kv_events is for a server of one model, and there are 2: leave it out.",
+        ),
         ("[models]\na = 3", ": Expected `object`, got `int` - at `$.models[...]`"),
     ],
 )
 def test_what_a_file_may_not_have(tmp_path, text, message):
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'serve.toml'}{message}")):
         read(tmp_path, text)
+
+
+def test_an_empty_table_publishes_kv_events_by_default(tmp_path):
+    assert read(tmp_path, "[models.a]\npath = 'a'").kv_events is None
+    config = read(tmp_path, "[kv_events]\n[models.a]\npath = 'a'").kv_events
+    assert config == KVEventsConfig(endpoint="tcp://*:5556", buffer_steps=10_000, format="array")
 
 
 def test_a_file_that_is_no_text(tmp_path):

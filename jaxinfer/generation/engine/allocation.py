@@ -268,7 +268,7 @@ class Allocator:
 
 
 def _root(sequence: Sequence) -> Hashable:
-    """All that sequences must have in common, beside tokens, to share pages."""
+    """All that sequences must have in common, in addition to tokens, to share pages; the last part is the adapter."""
     return "root", sequence.params.adapter
 
 

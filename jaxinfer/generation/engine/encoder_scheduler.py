@@ -16,6 +16,7 @@ class EncoderScheduler:
     """Queues by priority and arrival; a batch is the first prompt and the next ones that pad to the same length."""
 
     needs_host_sync = False  # no step needs the results of the one before
+    pools = ()
 
     def __init__(self, config: EncoderEngineConfig, buckets: EncoderBuckets):
         self._context, self._buckets, self.slots = config.context, buckets, config.max_batch

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Ordered
 
 from jaxinfer.generation.engine.allocation import Allocation
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
+from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.passes import PreparedStep
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
@@ -44,6 +45,11 @@ class LaneScheduler:
     def allocation(self, sequence: Sequence) -> Allocation | None:
         """A sequence's allocation; None once it has left."""
         return next((a for lane in self.lanes if (a := lane.allocation(sequence)) is not None), None)
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of each lane."""
+        return tuple(lane.pages for lane in self.lanes)
 
     @property
     def slots(self) -> int:

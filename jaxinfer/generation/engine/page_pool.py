@@ -9,7 +9,7 @@ least recently used first.
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_COMPARED = 32
 """How many children are compared token by token when none matches as a whole; the newest come first."""
@@ -40,15 +40,35 @@ class Match(NamedTuple):
     num_copied_tokens: int = 0
 
 
+class PoolListener(Protocol):
+    """Hears which full pages are in the tree. It is called in the middle of a step, so it must be quick."""
+
+    def stored(self, node: Node) -> None:
+        """Note a full page that has entered the tree."""
+        ...
+
+    def removed(self, node: Node) -> None:
+        """Note a full page that has left the tree."""
+        ...
+
+    def cleared(self) -> None:
+        """Note that all pages have left the tree."""
+        ...
+
+
 class PagePool:
     """Hands out page numbers in [0, count), counts references to them, and finds them by their tokens.
 
     Has no memory itself. With adapters, keys and values depend on more than tokens: `root` names everything else that
     requests must have in common to share pages.
+
+    Attributes:
+      listener: hears what enters and leaves the tree; None: nobody does.
     """
 
     def __init__(self, count: int, page_size: int):
         self.count, self.page_size = count, page_size
+        self.listener: PoolListener | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -59,6 +79,8 @@ class PagePool:
         self._node_of: dict[int, Node] = {}
         # Nearly all nodes have one child, which then needs no dictionary of its own.
         self._children: dict[Hashable, Node | dict[tuple[int, ...], Node]] = {}
+        if self.listener is not None:
+            self.listener.cleared()
 
     @property
     def free(self) -> int:
@@ -149,6 +171,8 @@ class PagePool:
         if page in self._node_of:  # it has grown since
             self._remove(page)
         self._node_of[page] = node = Node(page, parent, key)
+        if self.listener is not None and len(key) == self.page_size:
+            self.listener.stored(node)
         siblings = children.setdefault(parent, node)
         if siblings is node:  # nearly always
             return node
@@ -164,6 +188,8 @@ class PagePool:
         self._unreferenced.clear()
         self._node_of.clear()
         self._children.clear()
+        if self.listener is not None:
+            self.listener.cleared()
 
     def _reference(self, pages: list[int]) -> None:
         for page in pages:
@@ -177,6 +203,8 @@ class PagePool:
             del siblings[node.tokens]
         if siblings is node or not siblings:
             del self._children[node.parent]
+        if self.listener is not None and len(node.tokens) == self.page_size:
+            self.listener.removed(node)
 
     def check_integrity(self, page_lists: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless every page is empty, unreferenced or referenced as often as it is listed.

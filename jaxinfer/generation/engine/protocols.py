@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
+from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.stats import ExecutorReport, SchedulerStats
 
@@ -41,6 +42,11 @@ class Scheduler(Protocol):
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not left."""
+        ...
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of each lane; none for an encoder."""
         ...
 
     @property

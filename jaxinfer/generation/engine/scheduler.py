@@ -123,6 +123,11 @@ class DecoderScheduler:
         return self._unfinished.allocations.get(sequence)
 
     @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """The pages of its one lane."""
+        return (self.pages,)
+
+    @property
     def slots(self) -> int:
         """How many sequences can run at once."""
         return self.config.max_batch

@@ -21,6 +21,23 @@ class Request:
         self.written, self.node, self.findable = 0, root, 0
 
 
+class Heard:
+    """What a listener has heard to be in the tree."""
+
+    def __init__(self):
+        self.nodes = set()
+
+    def stored(self, node):
+        assert node not in self.nodes
+        self.nodes.add(node)
+
+    def removed(self, node):
+        self.nodes.remove(node)
+
+    def cleared(self):
+        self.nodes.clear()
+
+
 class Pool(RuleBasedStateMachine):
     """Requests share, copy, write, register and release pages.
 
@@ -30,6 +47,7 @@ class Pool(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool = PagePool(COUNT, SIZE)
+        self.pool.listener = self.heard = Heard()
         self.requests: list[Request] = []
         self.holders: Counter[int] = Counter()
         self.contents: dict[int, tuple] = {}
@@ -147,6 +165,7 @@ class Pool(RuleBasedStateMachine):
     def counts_fit(self):
         self.pool.check_integrity([request.pages for request in self.requests])
         assert self.pool.free == COUNT - len(+self.holders)
+        assert self.heard.nodes == {node for node in self.pool._node_of.values() if len(node.tokens) == SIZE}
 
 
 def _common(first, second):
