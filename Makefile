@@ -21,7 +21,7 @@ COUNTED := -n 2 -o console_output_style=count
 BY_FILE := $(COUNTED) --dist loadgroup
 BALANCED := $(COUNTED) --dist worksteal
 
-.PHONY: demo docs test interpreted slow slow-share aot newest peers vllm conformance lint types contracts clean
+.PHONY: demo docs test interpreted slow slow-share aot newest peers vllm conformance ray lint types contracts clean
 
 demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -35,7 +35,7 @@ test: .venv/.dev
 interpreted: .venv/.dev
 	.venv/bin/python -m pytest $(BALANCED) -m interpreted
 
-slow: .venv/.dev .venv-conformance/.conformance
+slow: .venv/.dev .venv-conformance/.conformance .venv-ray/.ray
 	.venv/bin/python -m pytest -m 'slow and not aot and not gpu'
 
 # Soaks are left to `make slow`.
@@ -53,6 +53,8 @@ newest: .venv-newest/.newest
 peers: .venv-peers/.peers
 
 conformance: .venv-conformance/.conformance
+
+ray: .venv-ray/.ray
 
 # A server that benchmarks.serving compares with; its packages contradict those of the other peers.
 vllm: .venv-vllm/.vllm
@@ -72,7 +74,7 @@ contracts: .venv/.dev
 	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
 clean:
-	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-vllm .venv-conformance build *.egg-info
+	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-vllm .venv-conformance .venv-ray build *.egg-info
 
 %/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
@@ -97,6 +99,12 @@ clean:
 .venv-aot/.aot: .venv/.dev .venv-aot/pyvenv.cfg
 	@for site in $$(cd .venv && echo lib/python*/site-packages); do echo "../../../../.venv/$$site" > .venv-aot/$$site/shared.pth; done
 	@./pip-install .venv-aot -e '.[aot]' -c constraints.txt
+	@touch $@
+
+# Ray, which pins packages, for its example. The rest is that of .venv.
+.venv-ray/.ray: .venv/.dev .venv-ray/pyvenv.cfg
+	@for site in $$(cd .venv && echo lib/python*/site-packages); do echo "../../../../.venv/$$site" > .venv-ray/$$site/shared.pth; done
+	@./pip-install .venv-ray -e '.[ray]' -c constraints.txt
 	@touch $@
 
 .venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml

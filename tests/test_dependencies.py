@@ -49,6 +49,7 @@ TOOLS = {
 
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
+    "examples/ray_serve.py": {"ray"},
     "tests/conformance/anthropic_agent.py": {"anthropic"},
     "tests/conformance/anthropic_python.py": {"anthropic"},
     "tests/conformance/bfcl_calls.py": {"bfcl_eval", "openai"},
