@@ -24,6 +24,7 @@ from tests.terminal import COLUMNS, Played
 ROOT = Path(__file__).parents[2]
 LANGUAGES = {"python", "sh", "text", "toml"}
 NEEDS = {
+    "docker": "Docker, or a cluster",
     "clone": "a clone and what `make` sets up in it",
     "gpu": "a GPU",
     "hours": "more time than a test has",
@@ -33,7 +34,7 @@ NEEDS = {
     "torch": "PyTorch",
 }
 """Marks of blocks that are checked and not run: `<!-- needs: gpu -->` in the line before."""
-UNCHECKED = {"cd", "curl", "git", "source"}
+UNCHECKED = {"cd", "curl", "docker", "git", "kubectl", "source"}
 """Programs whose arguments are not looked at."""
 
 
