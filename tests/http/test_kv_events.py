@@ -260,6 +260,24 @@ def test_what_has_no_cache_has_no_events(model_dir, tmp_path):
         assert llm.engine.scheduler.pools[0].listener is None
 
 
+def test_events_go_to_a_router_that_listens(llm, monkeypatch):
+    """As in llm-d with one picker: all servers connect to it."""
+    monkeypatch.setenv("POD_IP", "fd00::7")
+    with zmq.Context() as context, context.socket(zmq.SUB) as router:
+        router.subscribe(b"")
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        config = KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}")
+        with KVEvents(config, "org/tiny", host="0.0.0.0", port=8000) as events:
+            events.watch(llm)
+            for first in range(150, 250, 10):  # until the connection is there
+                llm.submit(list(range(first, first + 9)), PARAMS).result()
+                if router.poll(200):
+                    break
+            topic, _, batch = router.recv_multipart()
+    assert topic == b"kv@[fd00::7]:8000@org/tiny"
+    assert msgspec.msgpack.decode(batch)[1][-1][0] == "BlockStored"
+
+
 def test_an_address_that_is_used_is_one_line(tmp_path):
     config = KVEventsConfig(endpoint=f"ipc://{tmp_path}/none/events")
     with pytest.raises(ValueError, match=r"^kv_events.endpoint ipc://.*/events: .*; choose another address.$"):
