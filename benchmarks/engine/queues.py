@@ -98,6 +98,12 @@ class InstantExecutor:
     def restart(self) -> None:
         """Do nothing: the device holds nothing."""
 
+    def sleep(self) -> None:
+        """Do nothing: the device holds nothing."""
+
+    def wake_up(self, leaves: list[Any]) -> None:
+        """Do nothing: the device holds nothing."""
+
     def compile_in_background(self) -> None:
         """Do nothing: there are no programs."""
 

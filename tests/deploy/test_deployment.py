@@ -85,7 +85,7 @@ def test_the_command_line_takes_each_command(name, command):
         with pytest.raises(typer.Exit):
             serve.make_context("serve", arguments)
     else:
-        assert str(serve.make_context("serve", arguments).params["config"]) == "/etc/jaxinfer/serve.toml"
+        assert list(map(str, serve.make_context("serve", arguments).params["model"])) == ["/etc/jaxinfer/serve.toml"]
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -1,6 +1,7 @@
 """Models that sleep: they give memory back, keep requests waiting, and go on as if nothing had been."""
 
 import asyncio
+import dataclasses
 import shutil
 import threading
 import time
@@ -19,6 +20,8 @@ from jaxinfer.sharding import MeshConfig
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import PLAIN
 from tests.generation.few_programs import few_programs
+from tests.peft import random_pair, save_adapter
+from tests.tiny import ONE_KIND, save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -68,6 +71,36 @@ def test_tokens_are_the_same_after_sleep(model_dir, expected, mesh):
             llm.wake_up()
             assert bytes_of(llm) == awake
             assert answer(llm) == first == expected
+
+
+@pytest.mark.slow
+def test_a_pipeline_sleeps(tmp_path):
+    save_tiny(tmp_path / "model", config=ONE_KIND)
+    with make(tmp_path / "model", mesh=MeshConfig(pipeline=2), asleep=True) as llm:
+        answers = []
+        for level in (1, 2):
+            llm.wake_up()
+            answers.append(answer(llm))
+            llm.sleep(level=level)
+        llm.wake_up()
+        assert answers == [answer(llm)] * 2
+
+
+@pytest.mark.slow
+def test_adapters_are_placed_again(model_dir, tmp_path):
+    rng = np.random.default_rng(0)
+    modules = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    save_adapter(tmp_path / "adapter", {module: random_pair(32, 32, 2, rng) for module in modules})
+    params = dataclasses.replace(GREEDY, adapter="one")
+    with make(model_dir, adapters={"one": tmp_path / "adapter"}, asleep=True) as llm:
+        answers = []
+        for level in (1, 2):
+            llm.wake_up()
+            answers.append(llm.submit("abc", params).result().outputs[0].token_ids)
+            llm.sleep(level=level)
+        llm.wake_up()
+        assert [llm.submit("abc", params).result().outputs[0].token_ids] * 2 == answers
+        assert answer(llm) != answers[0]
 
 
 def test_memory_is_given_back(llm):
