@@ -145,6 +145,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
     with few_programs():
         llm = stack.enter_context(LLM(model_dir, **PLAIN))
         served = stack.enter_context(contextlib.closing(AsyncLLM(model_dir, **PLAIN)))
+        asleep = stack.enter_context(contextlib.closing(AsyncLLM(model_dir, **PLAIN, asleep=True)))
     service = stack.enter_context(Service.from_checkpoint(vit, repository=registered, **service_options))
     service.measure_latency()
     system = stack.enter_context(System(config(board, ["c0"]), profiles=AnyProfiles()))
@@ -175,6 +176,7 @@ def calls(model_dir, vit, registered, service_options, board, tmp_path_factory):
             served.generate(**{"prompt": [7]} | o, sampling_params=one).final()
         ),
         "AsyncLLM.prepare": served.prepare,
+        "AsyncLLM.sleep": asleep.sleep,
         "AsyncLLM.submit": lambda **o: served.submit(**prompt | o, sampling_params=one).result(),
         "BeamSearchParams": lambda **o: llm.beam_search([[7]], BeamSearchParams(**beams | o)),
         "Embedder": lambda **o: Embedder(encoder, **{"max_batch": 1} | o).close(),

@@ -35,6 +35,7 @@ class ModelTable(EngineOptions, total=False):
     adapter_folders: list[str]
     adapters: dict[str, str]
     cache_bytes: int
+    chat_template: str
     compile_ahead: bool
     context: int
     device_memory: int | str
@@ -65,6 +66,7 @@ class ModelConfig:
       path: a model directory, or what stands for one, as in `AsyncLLM`.
       options: options of `AsyncLLM`.
       adapter_folders: the folders from which clients may load LoRA adapters; none: they may load none.
+      chat_template: the text of its chat template; None: its own.
       tool_call_parser: how the model writes calls, one of TOOL_CALL_PARSERS; None: as its chat template has it.
       reasoning_parser: how it writes reasoning, one of REASONING_PARSERS; None: as its chat template has it.
       on_demand: whether the first request loads it; otherwise it is loaded at the start.
@@ -75,6 +77,7 @@ class ModelConfig:
     path: Path | HubName
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     adapter_folders: tuple[Path, ...] = ()
+    chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     on_demand: bool = False
@@ -193,10 +196,10 @@ class ServerConfig:
                 check_table("kv_events", content["kv_events"], fields)
             file = msgspec.convert(content, _ServerFile)
             folder = Path(path).parent
-            found = {} if file.model_folder is None else _models_in(folder / file.model_folder)
+            in_folder = {} if file.model_folder is None else _models_in(folder / file.model_folder)
             named = {name: _model(name, table, folder) for name, table in file.models.items()}
             config = cls(
-                models=found | named,
+                models=in_folder | named,
                 device_memory=_bytes("device_memory", file.device_memory),
                 host=file.host,
                 port=file.port,
@@ -246,7 +249,17 @@ def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
     folders = tuple(folder / place for place in options.pop("adapter_folders", ()))
     others = ("tool_call_parser", "reasoning_parser", "on_demand", "pinned", "ttl")
     given = {option: options.pop(option) for option in others if option in options}
+    if "chat_template" in options:
+        given["chat_template"] = _text(folder / options.pop("chat_template"))
     return ModelConfig(path=path, options=options, adapter_folders=folders, **given)
+
+
+def _text(file: Path) -> str:
+    """The text of a chat template's file. Raises ValueError."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template {file}: {error.strerror}; name a Jinja file.") from error
 
 
 def _bytes(name: str, value: int | str | None) -> int | None:

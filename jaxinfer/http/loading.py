@@ -57,14 +57,14 @@ def load_models(config: ServerConfig, models: ServedModels) -> None:
             budget_of(device).limit(config.device_memory)
     _check_files(config, models)
     errors = []
-    for model in models.own:
+    for model in models.distinct:
         if model.on_demand:
             continue
         try:
             model.load()
         except (ValueError, OSError, MemoryError, NotLoadedError) as error:
             errors.append(error)
-            if len(errors) == len(models.own):
+            if len(errors) == len(models.distinct):
                 raise
             log.error("%s is not served: %s", model.name, error)
         else:
@@ -110,6 +110,8 @@ def _load(source: str | None, name: str, model: ModelConfig, events: "KVEvents |
     """Load a model; an error names its table in the file, and options as they are written there."""
     try:
         llm = AsyncLLM(**model.load_options, asleep=asleep)
+        if model.chat_template is not None and llm.tokenizer is not None:
+            llm.tokenizer.chat_templates.use(model.chat_template)
         if events is not None:
             events.watch(llm)
         return llm

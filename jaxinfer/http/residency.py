@@ -220,7 +220,7 @@ def _by_budget(sizes: Sizes) -> Counter[Budget]:
 def _worth(model: "ServedModel", now: float) -> tuple[bool, float, float]:
     """The order in which models make room: those without requests first, and of these those whose next use costs least.
 
-    Of models that nobody has asked for lately, the least recently used.
+    The least recently used goes first of models that nobody has asked for lately.
     """
     llm = _awake(model)
     size = sum(llm.sizes.values())

@@ -249,7 +249,7 @@ class ServedModels:
         return iter(self._models)
 
     @property
-    def own(self) -> list[ServedModel]:
+    def distinct(self) -> list[ServedModel]:
         """The models that are loaded: all but those that share another's files."""
         return [model for model in self._models if model.name not in self._same]
 
@@ -265,7 +265,7 @@ class ServedModels:
     @property
     def are_ready(self) -> bool:
         """Whether requests for all are taken."""
-        return all(model.is_ready for model in self.own)
+        return all(model.is_ready for model in self.distinct)
 
     @property
     def are_running(self) -> bool:

@@ -166,7 +166,7 @@ class Server:
 
     async def running(self, request: Request) -> Response:
         """`GET /running`: the models that have memory, and how much."""
-        return _json({"running": [_residence(model) for model in self.models.own if model.loaded is not None]})
+        return _json({"running": [_residence(model) for model in self.models.distinct if model.loaded is not None]})
 
     async def sleep(self, request: Request) -> Response:
         """`POST /sleep?model=NAME&level=1`."""
@@ -315,7 +315,7 @@ def make_app(
 
 
 def _residence(model: ServedModel) -> dict[str, object]:
-    """What a model has, for `/running`."""
+    """Describe a model for `/running`."""
     llm = model.loaded
     return {
         "model": model.name,

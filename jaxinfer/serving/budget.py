@@ -85,7 +85,7 @@ class Budget:
         self._reservations: tuple[weakref.ref[Reservation], ...] = ()
 
     def limit(self, capacity: int) -> None:
-        """Lower the capacity to so many bytes."""
+        """Set the capacity to at most so many bytes."""
         self.capacity = capacity if self.capacity is None else min(self.capacity, capacity)
 
     @property

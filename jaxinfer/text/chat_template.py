@@ -77,6 +77,11 @@ class ChatTemplates:
         """The names of the templates; none for a model that has none."""
         return sorted(self._templates)
 
+    def use(self, text: str) -> None:
+        """Make a template the default, in place of the model's own."""
+        self._templates = {name: template for name, template in self._templates.items() if name != "tool_use"}
+        self._templates["default"] = text
+
     def render(
         self,
         messages: Messages,

@@ -407,7 +407,7 @@ def test_the_same_files_are_loaded_once(folders, tmp_path):
     given = config(options)
     models = models_of(given)
     load_models(given, models)
-    assert [model.name for model in models.own] == ["a", "b"]
+    assert [model.name for model in models.distinct] == ["a", "b"]
     assert models.find("same").model is models.find("a").model
     models.close(drain=False)
     other = ServerConfig(models={**given.models, "same": ModelConfig(path=tmp_path / "link", options={"context": 64})})

@@ -96,7 +96,7 @@ class LoadedEngine:
         self.reservation.resize(self._sizes_asleep(level))
 
     def _sizes_asleep(self, level: int) -> Sizes:
-        """What it reserves while it sleeps."""
+        """Return what it reserves while it sleeps."""
         if level > 1:
             return {}
         weights = self.model.bytes_per_device()
@@ -338,7 +338,7 @@ def _names(load: Callable[..., LoadedEngine]) -> set[str]:
 def _weights(
     opened: OpenedModel, model: LoadedModel, memory: MemoryConfig, placement: Placement | None, *, asleep: bool
 ) -> WholeWeights | None:
-    """How the weights of a model leave and come back; those of a streamed model do not."""
+    """Return how the weights of a model leave and come back; those of a streamed model do not."""
     if placement is not None:
         return None
     return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
