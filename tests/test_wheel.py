@@ -65,6 +65,12 @@ def test_a_wheel_has_the_sources_of_cpu_kernels(wheel):
     assert {f"jaxinfer/pallas_kernels/{name}" for name in sources} <= set(names(wheel))
 
 
+def test_a_wheel_has_the_servers_page(wheel):
+    files = {f"jaxinfer/http/page/{path.name}" for path in (ROOT / "jaxinfer/http/page").iterdir()}
+    assert {"jaxinfer/http/page/index.html", "jaxinfer/http/page/style.css", "jaxinfer/http/page/app.js"} <= files
+    assert files <= set(names(wheel))
+
+
 def test_a_wheel_has_one_package(wheel, tree):
     files = names(wheel)
     assert {PurePosixPath(file).parts[0] for file in files} == {"jaxinfer", "jaxinfer-0.1.0.dist-info"}

@@ -33,6 +33,7 @@ from jaxinfer.http.messages.errors import PATHS
 from jaxinfer.http.messages.reply import MessageReply
 from jaxinfer.http.metrics import Metrics
 from jaxinfer.http.openapi import document
+from jaxinfer.http.page_routes import page_routes
 from jaxinfer.http.records import Records, Sink, note, request_id
 from jaxinfer.http.residency import Residency
 from jaxinfer.http.responses.bodies import ResponseBody
@@ -305,6 +306,7 @@ def make_app(
         Route("/ready", server.ready),
         Route("/version", server.version),
         Route("/openapi.json", server.openapi),
+        *page_routes(),
     ]
     middleware = [Middleware(Records, sinks), *_cors(limits), Middleware(drain.middleware)]
     app = Starlette(
