@@ -24,7 +24,7 @@ function openTab(name, focus = false) {
     $(`#${tab.dataset.tab}`).hidden = tab !== chosen;
   }
   document.body.dataset.tab = chosen.dataset.tab;
-  if (location.hash !== `#${chosen.dataset.tab}`) history.replaceState(null, "", `#${chosen.dataset.tab}`);
+  history.replaceState(null, "", `#/${chosen.dataset.tab}`); // no id of an element, to which a browser would go
   watchServer(chosen.dataset.tab === "server");
   if (focus) $(FOCUS[chosen.dataset.tab] ?? "body").focus();
 }
@@ -41,7 +41,7 @@ function startTabs() {
     next.focus();
     openTab(next.dataset.tab);
   });
-  window.addEventListener("hashchange", () => openTab(location.hash.slice(1)));
+  window.addEventListener("hashchange", () => openTab(location.hash.slice(2)));
 }
 
 // --- theme ---
@@ -104,7 +104,7 @@ function notice(text) {
 }
 
 let waiting = false;
-let wanted = location.hash.slice(1); // a tab that may not be there yet
+let wanted = location.hash.slice(2); // a tab that may not be there yet
 
 function waitForServer() {
   if (waiting) return;
@@ -127,7 +127,8 @@ async function refresh() {
   try {
     await loadModels();
     await startImages((there) => ($("#tab-images").hidden = !there));
-    if (wanted === "images") openTab(wanted);
+    const onlyImages = !models.list.length && !models.loading && !$("#tab-images").hidden;
+    if (wanted === "images" || (onlyImages && !wanted)) openTab("images");
     wanted = null;
   } catch (error) {
     if (!waiting) notice(error.message);
@@ -148,5 +149,5 @@ startChat((text) => {
 startCompletion();
 startServer();
 startTabs();
-openTab(wanted, matchMedia("(pointer: fine)").matches);
+openTab(wanted, !matchMedia("(pointer: coarse)").matches);
 refresh();

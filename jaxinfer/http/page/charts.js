@@ -104,6 +104,7 @@ export class LineChart {
       else parts.at(-1).push([x(row), y(value)]);
     }
     return parts.filter((part) => part.length).flatMap((part) => {
+      if (part.length === 1) part.push(part[0]); // a dot
       const points = part.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(" ");
       const area = `${part[0][0].toFixed(1)},${y(0)} ${points} ${part.at(-1)[0].toFixed(1)},${y(0)}`;
       return [svg("polygon", { class: `area c${index % 6}`, points: area }), svg("polyline", { class: `line c${index % 6}`, points })];

@@ -4,6 +4,8 @@ import { NetworkError } from "./api.js";
 import { short } from "./charts.js";
 import { button, h } from "./dom.js";
 
+const SHORT = 50; // milliseconds: what comes within them came at once, and says nothing of the speed
+
 /** An element for an error. again: what "Try again" does, if that may help; others: more buttons. */
 export function errorBox(error, again, ...others) {
   const retry = again && button("Try again", "again", again);
@@ -26,7 +28,7 @@ export function speed(usage, asked, first, last) {
   const { prompt_tokens: prompt, completion_tokens: count, prompt_tokens_details: details } = usage;
   const cached = details?.cached_tokens ? ` (${details.cached_tokens} cached)` : "";
   const parts = [`${count} token${count === 1 ? "" : "s"}`];
-  if (count > 1 && last > first) parts.push(`${short((1000 * (count - 1)) / (last - first))} tokens/s`);
+  if (count > 1 && last - first > SHORT) parts.push(`${short((1000 * (count - 1)) / (last - first))} tokens/s`);
   if (first) parts.push(`first after ${((first - asked) / 1000).toFixed(2)} s`);
   return [...parts, `prompt ${prompt}${cached}`].join(" · ");
 }

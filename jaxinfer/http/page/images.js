@@ -7,6 +7,7 @@ import { errorBox } from "./errors.js";
 import { say } from "./live.js";
 
 const MOST_CLASSES = 8;
+const AGAIN = 2000; // milliseconds
 const canvas = h("canvas", { role: "img", "aria-label": "The image", hidden: true });
 const file = h("input", { type: "file", accept: "image/*", class: "sr", id: "image-file" });
 const drop = h("label", { class: "drop", for: "image-file" }, icon("image"), h("b", {}, "Choose an image"), h("span", {}, "or drop it here, or paste it"));
@@ -14,8 +15,8 @@ const stage = h("div", { class: "stage" }, canvas, file, drop);
 const results = h("div", { class: "results", "aria-live": "polite" });
 const target = h("select", { id: "image-target" });
 const kind = h("select", { id: "image-kind" });
-const latency = h("input", { type: "number", id: "image-latency", min: 0.001, step: "any", placeholder: "default" });
-const utility = h("input", { type: "number", id: "image-utility", min: 0, step: "any", placeholder: "default" });
+const latency = h("input", { type: "number", id: "image-latency", min: 0.001, step: "any", value: 1 });
+const utility = h("input", { type: "number", id: "image-utility", min: 0, step: "any", value: 1 });
 const field = (label, control) => h("div", { class: "number" }, h("label", { for: control.id }, label), control);
 const ofExperts = h("div", {}, field("Kind of input", kind));
 const ofTasks = h("div", {}, field("Latency in seconds", latency), field("Utility", utility));
@@ -43,12 +44,12 @@ function drawImage(boxes = []) {
   const pen = canvas.getContext("2d");
   pen.drawImage(bitmap, 0, 0);
   const shown = canvas.getBoundingClientRect().width || bitmap.width;
-  const unit = bitmap.width / shown; // pixels of the image in one of the screen
-  boxes.forEach((box, index) => drawBox(pen, box, colour(index), unit));
+  boxes.forEach((box, index) => drawBox(pen, box, colour(index), bitmap.width / shown));
 }
 
 const colour = (index) => getComputedStyle(document.documentElement).getPropertyValue(`--c${index % 6}`);
 
+/** unit: pixels of the image in one of the screen. */
 function drawBox(pen, { label, score, box: [x0, y0, x1, y1] }, ink, unit) {
   const text = score === undefined ? label : `${label} ${Math.round(100 * score)}%`;
   pen.lineWidth = 2.5 * unit;
@@ -56,11 +57,12 @@ function drawBox(pen, { label, score, box: [x0, y0, x1, y1] }, ink, unit) {
   pen.strokeRect(x0, y0, x1 - x0, y1 - y0);
   pen.font = `600 ${12 * unit}px system-ui, sans-serif`;
   const [width, height] = [pen.measureText(text).width + 10 * unit, 18 * unit];
-  const top = y0 - height < 0 ? y0 : y0 - height;
-  pen.fillRect(x0 - pen.lineWidth / 2, top, width, height);
+  const top = Math.max(0, y0 - height);
+  const left = Math.max(0, Math.min(x0 - pen.lineWidth / 2, pen.canvas.width - width));
+  pen.fillRect(left, top, width, height);
   pen.fillStyle = "#fff";
   pen.textBaseline = "middle";
-  pen.fillText(text, x0 + 4 * unit, top + height / 2);
+  pen.fillText(text, left + 5 * unit, top + height / 2);
 }
 
 /** A canvas knows no light-dark(): the colour that an element would have. */
@@ -178,12 +180,15 @@ export async function startImages(there) {
   const [systems, tasks] = await lists();
   targets = [...systems.map((system) => ({ system })), ...tasks.map((task) => ({ task }))];
   there(targets.length > 0);
+  if (systems.some(({ state }) => state === "loading")) setTimeout(() => startImages(there).catch(() => {}), AGAIN);
   if (!targets.length) return;
   const group = (label, options) => options.length > 0 && h("optgroup", { label }, options);
+  const before = target.selectedIndex;
   target.replaceChildren(...[
-    group("Experts", systems.map(({ id }) => h("option", {}, id))),
+    group("Experts", systems.map(({ id, state }) => h("option", {}, state === "loading" ? `${id} (loading)` : id))),
     group("Elastic tasks", tasks.map(({ id, model }) => h("option", {}, model ? `${id} (${model})` : id))),
   ].filter(Boolean));
+  if (before >= 0 && before < targets.length) target.selectedIndex = before;
   showTarget();
   if ($("#images").childElementCount) return;
   $("#images").append(

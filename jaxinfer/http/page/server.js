@@ -28,6 +28,7 @@ const problem = h("p", { class: "problem", hidden: true });
 const version = h("span", { class: "meta" });
 
 let rate = rates();
+let firstToken = null; // seconds
 
 function draw(metrics, seconds) {
   const perSecondOf = (name) => rate(name, sum(metrics, name), seconds);
@@ -36,7 +37,8 @@ function draw(metrics, seconds) {
   const [used, pages] = [sum(metrics, "jaxinfer_kv_pages_used"), sum(metrics, "jaxinfer_kv_pages")];
   charts.cache.add(seconds, { used: pages ? used / pages : null });
   const [waited, count] = ["sum", "count"].map((part) => perSecondOf(`jaxinfer_time_to_first_token_seconds_${part}`));
-  charts.first.add(seconds, { mean: count ? waited / count : null });
+  if (count) firstToken = waited / count;
+  charts.first.add(seconds, { "of the latest answers": firstToken });
   drawExperts(metrics, seconds);
   drawMemory(metrics);
   drawLevels(metrics);
@@ -85,28 +87,35 @@ function drawModels() {
 // --- polls ---
 
 let shown = false; // the tab
-let timer = null;
+let looking = false;
 let polls = 0;
 
 async function poll() {
-  timer = null;
-  const began = performance.now();
+  let metrics;
   try {
     const response = await fetch("metrics", { cache: "no-store" });
-    if (!response.ok) throw new Error();
-    draw(parse(await response.text()), performance.now() / 1000);
-    problem.hidden = true;
-    if (polls++ % MODELS_EACH === 0) loadModels().catch(() => {});
+    if (!response.ok) throw new Error(response.statusText);
+    metrics = parse(await response.text());
   } catch {
     pause();
     problem.textContent = "The server does not answer. Trying again…";
     problem.hidden = false;
+    return;
   }
-  schedule(Math.max(0, EACH - (performance.now() - began)));
+  problem.hidden = true;
+  draw(metrics, performance.now() / 1000);
+  if (polls++ % MODELS_EACH === 0) loadModels().catch(() => {});
 }
 
-function schedule(wait) {
-  if (shown && document.visibilityState === "visible") timer ??= setTimeout(poll, wait);
+async function look() {
+  if (looking) return;
+  looking = true;
+  while (shown && document.visibilityState === "visible") {
+    const next = performance.now() + EACH;
+    await poll();
+    await new Promise((resolve) => setTimeout(resolve, Math.max(0, next - performance.now())));
+  }
+  looking = false;
 }
 
 /** What happened while nobody looked is unknown. */
@@ -120,7 +129,7 @@ export function watchServer(visible) {
   if (visible === shown) return;
   shown = visible;
   if (!visible) pause();
-  schedule(0);
+  look();
 }
 
 export function startServer() {
@@ -130,7 +139,7 @@ export function startServer() {
   models.addEventListener("change", drawModels);
   document.addEventListener("visibilitychange", () => {
     if (document.visibilityState === "hidden") pause();
-    schedule(0);
+    look();
   });
   getJson("version").then((answer) => (version.textContent = `jaxinfer ${answer.version}`), () => {});
 }
