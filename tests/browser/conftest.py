@@ -11,8 +11,12 @@ __all__ = ["tool"]  # a fixture
 
 
 @pytest.fixture(scope="session")
-def page_server(tmp_path_factory):
+def chromium():
     if shutil.which("chromium") is None:
-        pytest.skip("the page needs Debian's package chromium")
+        pytest.skip("the page's tests need Debian's package chromium")
+
+
+@pytest.fixture(scope="session")
+def page_server(chromium, tmp_path_factory):
     with serving_the_page(tmp_path_factory.mktemp("page")) as server:
         yield server

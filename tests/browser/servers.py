@@ -61,3 +61,12 @@ def serving_the_page(folder):
     with serving(models, folder / "log", "--max-requests", "1", "--max-batch", "2", key=KEY) as server:
         yield server
     assert "Traceback" not in (folder / "log").read_text(), (folder / "log").read_text()
+
+
+@contextlib.contextmanager
+def serving_a_board(folder):
+    """A server of the experts of examples/board that needs KEY."""
+    config = folder / "serve.toml"
+    config.write_text(f"[experts.board]\nconfig = {json.dumps(str(ROOT / 'examples/board/board.toml'))}\n")
+    with serving([], folder / "log", "--config", str(config), key=KEY) as server:
+        yield server

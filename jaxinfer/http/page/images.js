@@ -123,7 +123,7 @@ function showStages(result) {
     h("div", { class: "stage-head" }, h("b", {}, each.expert), h("span", { class: "tag" }, each.verdict)),
     each.scores && bars(topOf(each.scores), 1),
     h("ul", { class: "legend" }, (each.boxes ?? []).map((box) => h("li", {}, h("span", { class: `swatch c${painted++ % 6}` }), h("span", {}, box.label), box.score !== undefined && h("b", {}, `${Math.round(100 * box.score)}%`)))),
-    h("p", { class: "meta" }, [each.executor !== undefined && `executor ${each.executor}`, each.batch !== undefined && `batch of ${each.batch}`, ...times(each)].filter(Boolean).join(" · "))));
+    h("p", { class: "meta" }, [each.executor, each.batch !== undefined && `batch of ${each.batch}`, ...times(each)].filter(Boolean).join(" · "))));
   const total = milliseconds(result.seconds);
   results.replaceChildren(h("div", { class: "verdict" }, h("span", {}, "Verdict"), h("b", {}, result.verdict), total && h("span", { class: "meta" }, `after ${total}`)), h("ol", { class: "stages" }, items));
   say(`Verdict: ${result.verdict}`);

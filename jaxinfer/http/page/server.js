@@ -19,7 +19,7 @@ const charts = {
   requests: new LineChart("Requests"),
   cache: new LineChart("KV cache in use", { format: percent, limit: 1 }),
   first: new LineChart("Time to first token", { format: (value) => `${short(value)} s` }),
-  experts: new LineChart("Experts brought into memory", { format: perSecond }),
+  experts: new LineChart("Experts loaded and evicted", { format: perSecond }),
 };
 const memory = h("section", { class: "card", hidden: true }, h("h3", {}, "Memory"), h("div", {}));
 const levels = h("section", { class: "card", hidden: true }, h("h3", {}, "Elastic answers by level"), h("div", {}));
