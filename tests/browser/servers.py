@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 
-from tests.conformance.conftest import ROOT, serving
+from tests.conformance.conftest import ROOT, free_port, serving
 
 KEY = "secret"  # also in pages.py, which runs in another environment
 ANSWERS = (
@@ -66,7 +66,8 @@ def serving_the_page(folder):
 @contextlib.contextmanager
 def serving_a_board(folder):
     """A server of the experts of examples/board that needs KEY."""
-    config = folder / "serve.toml"
-    config.write_text(f"[experts.board]\nconfig = {json.dumps(str(ROOT / 'examples/board/board.toml'))}\n")
-    with serving([], folder / "log", "--config", str(config), key=KEY) as server:
+    config, port = folder / "serve.toml", free_port()
+    board = json.dumps(str(ROOT / "examples/board/board.toml"))
+    config.write_text(f"port = {port}\n[experts.board]\nconfig = {board}\n")
+    with serving([], folder / "log", "--config", str(config), port=port, key=KEY) as server:
         yield server

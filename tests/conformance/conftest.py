@@ -112,21 +112,24 @@ class Server:
             time.sleep(0.05)
 
 
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
 @contextlib.contextmanager
 def serving(models, log, *options, port=None, key=None):
     """A server from when it is ready until SIGTERM has ended it.
 
     Args:
-      models: one, or several.
+      models: one, or several; none: those of a file, which names the port, too.
       port: None: any free one.
       key: the key that clients need.
     """
-    if port is None:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            port = listening.getsockname()[1]
-    paths = map(str, models if isinstance(models, list) else [models])
-    command = [sys.executable, "-m", "jaxinfer", "serve", *paths, "--port", str(port), *options]
+    port = port or free_port()
+    paths = [str(path) for path in (models if isinstance(models, list) else [models])]
+    command = [sys.executable, "-m", "jaxinfer", "serve", *paths, *(["--port", str(port)] if paths else []), *options]
     environment = {name: value for name, value in os.environ.items() if name != "JAXINFER_API_KEY"}
     environment |= {} if key is None else {"JAXINFER_API_KEY": key}
     with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
