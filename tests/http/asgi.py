@@ -43,7 +43,7 @@ class Client:
     def __init__(self, app):
         self._app = app
 
-    async def ask(self, method, path, content=b"", headers=(), left=None):
+    async def ask(self, method, path, content=b"", headers=(), left=None, query=""):
         """Begin a request; returns its answer once it has a status. left: an event, at which the client leaves."""
         if not isinstance(content, bytes):
             if isinstance(content, dict) and path in ASKED_BY_NAME:
@@ -54,9 +54,9 @@ class Client:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": method,
-            "path": path.partition("?")[0],
-            "raw_path": path.partition("?")[0].encode(),
-            "query_string": path.partition("?")[2].encode(),
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in dict(headers).items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),

@@ -83,7 +83,8 @@ class Server:
         return (answer.status, content["error"] if "error" in content else content["choices"][0]["text"])
 
     async def admin(self, path, method="POST", **options):
-        answer = await self.client.ask(method, path, **options)
+        path, _, query = path.partition("?")
+        answer = await self.client.ask(method, path, query=query, **options)
         return answer.status, await answer.json()
 
     async def states(self):
