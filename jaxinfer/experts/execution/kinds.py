@@ -13,7 +13,7 @@ from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.description import SentenceConfig
 from jaxinfer.models.files.loading import OpenedModel
-from jaxinfer.models.vision.image_files import fitted, letterboxed
+from jaxinfer.models.vision.image_files import fitted, letterboxed, unfitted, unletterboxed
 from jaxinfer.text import Tokenizer, encode_to_embed
 
 NOTHING = "none"
@@ -106,6 +106,10 @@ class ExpertKind(Protocol):
         """Resize and crop an image, uint8 [H, W, 3], to an input. Raises InvalidInputError."""
         ...
 
+    def unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        """Move boxes, float [N, 4], from what `fit` returned to the image [height, width] that it was made from."""
+        ...
+
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         """Compute a padded batch: the body of the program."""
@@ -146,6 +150,12 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
     def _fit(self, image: np.ndarray) -> np.ndarray:
         raise NotImplementedError
 
+    def unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        return boxes if self._resizes else self._unfit(boxes, shape)
+
+    def _unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        raise NotImplementedError
+
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         return model(inputs)
@@ -156,6 +166,9 @@ class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
 
     def _fit(self, image: np.ndarray) -> np.ndarray:
         return fitted(image, self.config.image_size, self.config.preprocessing)
+
+    def _unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        return unfitted(boxes, shape, self.config.image_size, self.config.preprocessing)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -174,6 +187,9 @@ class Detector(_ImageExpert[YoloConfig]):
 
     def _fit(self, image: np.ndarray) -> np.ndarray:
         return letterboxed(image, self.config.image_size)
+
+    def _unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+        return unletterboxed(boxes, shape, self.config.image_size)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -245,6 +261,9 @@ class TextEncoder:
         return np.pad(ids.astype(np.int32), (0, self.shape[0] - len(ids)), constant_values=-1)
 
     def fit(self, image: np.ndarray) -> np.ndarray:
+        raise InvalidInputError("the expert takes texts, not images.")
+
+    def unfit(self, boxes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
         raise InvalidInputError("the expert takes texts, not images.")
 
     @staticmethod

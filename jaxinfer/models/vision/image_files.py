@@ -1,8 +1,10 @@
 """Images outside of programs: read from files, and resized for a model, with Pillow (the extra `images`)."""
 
 import contextlib
+import io
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,44 +48,64 @@ IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".
 """Ends of the names of files that are images, in a folder."""
 
 
-def read_image(path: str | Path) -> np.ndarray:
+_opening = threading.Lock()  # filters of warnings are those of all threads
+
+
+class TooManyPixelsError(ValueError):
+    """An image that is too large to be decoded."""
+
+
+def read_image(file: str | Path | bytes, *, name: str | None = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Read an image file, upright: uint8 [H, W, 3].
 
-    16-bit pixels keep their upper 8 bits. Raises ValueError if it is not an image of one of `FORMATS`, or has more than
-    `MAX_PIXELS`; MissingExtraError without Pillow.
+    16-bit pixels keep their upper 8 bits.
+
+    Args:
+      file: the file, or its content.
+      name: what errors call it; None: the file's path.
+      max_pixels: pixels of the largest image that is decoded.
+
+    Raises TooManyPixelsError; ValueError if it is not an image of one of `FORMATS`; MissingExtraError without Pillow.
     """
-    with _opened(path) as image:
+    name = name or ("the image" if isinstance(file, bytes) else str(file))
+    with _opened(file, name, max_pixels) as image:
         from PIL import ImageOps
 
-        return _rgb(ImageOps.exif_transpose(image), path, file_format=image.format)
+        return _rgb(ImageOps.exif_transpose(image), name, file_format=image.format)
 
 
 def check_image_file(path: str | Path) -> None:
     """Raise the errors of `read_image` that the beginning of a file shows, without decoding its pixels."""
-    with _opened(path):
+    with _opened(path, str(path), MAX_PIXELS):
         pass
 
 
 @contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[Any]:
+def _opened(file: str | Path | bytes, name: str, max_pixels: int) -> Iterator[Any]:
     """Open an image file with Pillow. Raises the errors of `read_image`, also for what fails inside the block."""
     require_extra("PIL", "reading image files")
     from PIL import Image, UnidentifiedImageError
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
-        try:
-            with Image.open(path, formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise ValueError(
-                        f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
-                    )
-                yield image
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file.") from None
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
-            raise ValueError(f"{path}: not an image that can be read ({error}).") from error
+    try:
+        with _opening, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels decides
+            opened = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS)
+        with opened as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise TooManyPixelsError(
+                    f"{name}: {width} x {height} are more than {max_pixels} pixels; make the image smaller."
+                )
+            yield image
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file.") from None
+    except Image.DecompressionBombError as error:
+        raise TooManyPixelsError(f"{name}: too many pixels ({error}).") from error
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{name}: not an image that can be read (it is none of {', '.join(FORMATS)}).") from error
+    except (OSError, SyntaxError) as error:
+        reason = getattr(error, "strerror", None) or error  # without a path, which has another name here
+        raise ValueError(f"{name}: not an image that can be read ({reason}).") from error
 
 
 def pixels_of(image: AnyImage) -> np.ndarray:
@@ -145,6 +167,25 @@ def fitted(image: np.ndarray, size: int, cfg: PreprocessingConfig) -> np.ndarray
     return _resize(image, sides, cfg.resampling, height_first=is_height_first((height, width), resized))
 
 
+def unfitted(boxes: np.ndarray, shape: tuple[int, int], size: int, cfg: PreprocessingConfig) -> np.ndarray:
+    """Move boxes from the result of `fitted` to the image that it was made from.
+
+    Args:
+      boxes: left, top, right and bottom in the result's pixels, float [N, 4].
+      shape: the image's height and width.
+      size: as in `fitted`.
+      cfg: as in `fitted`.
+
+    Returns: float [N, 4], inside the image.
+    """
+    height, width = shape
+    if cfg.resampling is None:
+        return boxes
+    resized_height, resized_width = resized_shape(height, width, size, cfg)
+    border = (resized_width - size) // 2, (resized_height - size) // 2
+    return _moved(boxes, border, (width / resized_width, height / resized_height), shape)
+
+
 def letterboxed(image: np.ndarray, size: int) -> np.ndarray:
     """Resize an image for a detector, into the middle of a grey square: uint8 [H, W, 3] -> [size, size, 3].
 
@@ -163,6 +204,19 @@ def letterboxed(image: np.ndarray, size: int) -> np.ndarray:
         image, sides, Resampling.BILINEAR, height_first=first
     )
     return square
+
+
+def unletterboxed(boxes: np.ndarray, shape: tuple[int, int], size: int) -> np.ndarray:
+    """Move boxes from the result of `letterboxed` to the image that it was made from; as `unfitted` does."""
+    height, width = shape
+    box = Letterbox.fit(height, width, size)
+    return _moved(boxes, (-box.left, -box.top), (width / box.width, height / box.height), shape)
+
+
+def _moved(boxes: np.ndarray, begin: tuple[int, int], scale: tuple[float, float], shape: tuple[int, int]) -> np.ndarray:
+    """Add `begin` (x, y) to boxes, multiply them by `scale` (x, y), and keep them inside an image [height, width]."""
+    moved = (boxes + np.tile(begin, 2)) * np.tile(scale, 2)
+    return np.clip(moved, 0, np.tile(shape[::-1], 2))
 
 
 def _resize(image: np.ndarray, sides: "Sequence[_Side]", resampling: Resampling, *, height_first: bool) -> np.ndarray:
