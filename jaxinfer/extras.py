@@ -12,6 +12,7 @@ PACKAGES = {
     "sklearn": ("scikit-learn", "elastic"),
     "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "prometheus_client": ("prometheus-client", "serve"),
+    "python_multipart": ("python-multipart", "serve"),
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),
     "zmq": ("pyzmq", "kv-events"),

@@ -44,6 +44,7 @@ TOOLS = {
     "import-linter": "make contracts",
     "opentelemetry-sdk": "a part of the package `opentelemetry`",
     "pyright": "make types",
+    "python-multipart": "starlette reads forms by it",
     "ruff": "make lint",
 }
 """Declared packages that nothing needs to import, and what for."""
@@ -82,6 +83,8 @@ WITH_EXTRAS = {
     "jaxinfer.http.error_responses",
     "jaxinfer.http.generation",
     "jaxinfer.http.kv_events",
+    "jaxinfer.http.json_response",
+    "jaxinfer.http.memory",
     "jaxinfer.http.messages.reply",
     "jaxinfer.http.metrics",
     "jaxinfer.http.process",
@@ -91,6 +94,11 @@ WITH_EXTRAS = {
     "jaxinfer.http.responses.reply",
     "jaxinfer.http.server",
     "jaxinfer.http.traces",
+    "jaxinfer.http.vision.elastic",
+    "jaxinfer.http.vision.endpoints",
+    "jaxinfer.http.vision.experts",
+    "jaxinfer.http.vision.forms",
+    "jaxinfer.http.vision.metrics",
 }
 """Modules that nothing imports before `require_extra`."""
 

@@ -152,9 +152,11 @@ def _run(config: "ServerConfig", listening: "socket.socket") -> None:
         require_extra("opentelemetry", "--otlp-endpoint")
     if config.kv_events is not None:
         require_extra("zmq", "kv_events")
+    for package in ("PIL", "python_multipart") if config.experts or config.elastic else ():
+        require_extra(package, "serving experts and elastic tasks")
     _warn(config.host, config.limits.api_keys)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    served = f"Serving {', '.join(config.models)} at http://{host}:{config.port}/v1; Ctrl-C ends it."
+    served = f"Serving {', '.join(config.names)} at http://{host}:{config.port}/v1; Ctrl-C ends it."
     with _opened(config.access_log) as log:
         run(config, listening, access_log=log, ready=lambda: note(served))
 

@@ -1,7 +1,6 @@
 """LoRA adapters that clients load and unload: `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM."""
 
 import asyncio
-from pathlib import Path
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.fields import shown
@@ -9,6 +8,7 @@ from jaxinfer.generation.lora.adapter_info import CONFIG
 from jaxinfer.generation.lora.peft import WEIGHTS
 from jaxinfer.http.bodies import Body
 from jaxinfer.http.errors import BadRequestError
+from jaxinfer.http.folders import find_inside
 from jaxinfer.http.served_models import ServedModel, ServedModels
 
 MAX_NAME = 256
@@ -84,8 +84,9 @@ def _check_name(models: ServedModels, model: ServedModel, body: LoadAdapterBody)
 
 def _register(model: ServedModel, body: LoadAdapterBody) -> str:
     """Read and register an adapter; return its name in the engine. Raises BadRequestError."""
-    folder, adapters = _find(model.adapter_folders, body.lora_path), model.llm.engine.adapters
+    adapters = model.llm.engine.adapters
     assert adapters is not None
+    folder = find_inside(model.adapter_folders, body.lora_path, "lora_path", "adapters", (CONFIG, WEIGHTS))
     try:
         return adapters.register_checked(body.lora_name, folder)
     except CheckpointError as error:  # the client knows its folder by its own path only
@@ -93,20 +94,3 @@ def _register(model: ServedModel, body: LoadAdapterBody) -> str:
     except OSError as error:
         message = f"lora_path: {shown(body.lora_path)}: {error.strerror}."
     raise BadRequestError(message, param="lora_path")
-
-
-def _find(folders: tuple[Path, ...], path: str) -> Path:
-    """Return an adapter's folder, without symbolic links. Raises BadRequestError unless it is in one of the folders.
-
-    The error of a path elsewhere does not tell whether it exists.
-    """
-    for folder in folders:
-        root = folder.resolve()
-        try:
-            inside = (root / path).resolve()
-            files = [(inside / name).resolve() for name in (CONFIG, WEIGHTS)]
-            if inside != root and all(each.is_relative_to(root) for each in (inside, *files)):
-                return inside
-        except (OSError, ValueError, RuntimeError):  # too long, a null character, a circle of links
-            continue
-    raise BadRequestError(f"lora_path: {shown(path)} is in no folder of adapters.", param="lora_path")

@@ -230,7 +230,7 @@ def decode[Kind: Body](content: bytes, kind: type[Kind]) -> Kind:
         fields = msgspec.json.decode(content, type=dict[str, Any])
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise refusal_of(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
 
@@ -244,10 +244,10 @@ def convert_at[Kind](place: str, value: Any, kind: type[Kind]) -> Kind:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), place) from None
+        raise refusal_of(str(error), place) from None
 
 
-def _refusal(message: str, part: str = "") -> BadRequestError:
+def refusal_of(message: str, part: str = "") -> BadRequestError:
     """The error of a body, or a part of one, that msgspec refuses, in words that name the field."""
     what, _, place = message.partition(" - at `$")
     where = (part + place.rstrip("`")).lstrip(".")

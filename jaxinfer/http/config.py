@@ -1,15 +1,18 @@
-"""The config of a server: its address, its limits, and its models with their options; read from a TOML file."""
+"""The config of a server: its address, its limits, and what it serves with its options; read from a TOML file."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Required, Self
+from typing import Annotated, Any, Required, Self, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from jaxinfer.checkpoints.single_file import SINGLE_FILE
+from jaxinfer.elastic.options import ServiceOptions
 from jaxinfer.fields import AtLeast1, NotNegative, Positive, Size, check_fields, shown
 from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
@@ -58,6 +61,36 @@ class ModelTable(EngineOptions, total=False):
     weights: str
 
 
+class ExpertsTable(TypedDict, total=False):
+    """The table of a system of experts in a file."""
+
+    config: Required[str]
+    mode: str
+    image_folders: list[str]
+
+
+class ElasticTable(TypedDict, total=False):
+    """The table of an elastic service in a file: the options of `Service` that are no functions, by the same names."""
+
+    path: Required[str]
+    repository: str
+    image_folders: list[str]
+    dataset_folders: list[str]
+    merge_levels: list[int]
+    prompt_mode: str
+    schedule: str
+    max_batch: int
+    max_tasks: int
+    max_classes: int
+    max_waiting: int
+    device_memory: int | str
+    kernels: bool
+
+
+_TABLES = {"models": ModelTable, "experts": ExpertsTable, "elastic": ElasticTable}
+"""The tables of a file, each of many."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model to serve.
@@ -89,9 +122,7 @@ class ModelConfig:
         if self.on_demand and (weights := self.options.get("weights", "device")) != "device":
             raise ValueError(f"on_demand is not implemented with weights={weights!r}: leave one of them out.")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
-        for folder in self.adapter_folders:
-            if not folder.is_dir():
-                raise ValueError(f"adapter folder {folder}: no such directory.")
+        check_folders("adapter folder", self.adapter_folders)
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -129,12 +160,55 @@ class KVEventsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A system of experts to serve.
+
+    Attributes:
+      config: the system's own file.
+      mode: a policy that replaces the file's.
+      image_folders: the folders with images that clients may name; none: they may name none.
+    """
+
+    config: Path
+    mode: str | None = None
+    image_folders: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_folders("image folder", self.image_folders)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """An elastic service to serve.
+
+    Attributes:
+      path: a model directory of a vision transformer, or what stands for one, as in `Service.from_checkpoint`.
+      repository: the folder of tasks; None: `tasks` in the folder `path`.
+      image_folders: the folders with images that clients may name; none: they may name none.
+      dataset_folders: the folders with data sets from which clients may register tasks; none: they may register none.
+      options: options of `Service`.
+    """
+
+    path: Path | HubName
+    repository: Path | None = None
+    image_folders: tuple[Path, ...] = ()
+    dataset_folders: tuple[Path, ...] = ()
+    options: ServiceOptions = dataclasses.field(default_factory=ServiceOptions)
+
+    def __post_init__(self) -> None:
+        check_folders("image folder", self.image_folders)
+        check_folders("data set folder", self.dataset_folders)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The config of a server.
 
     Attributes:
       models: the models, by the names by which clients ask for them.
       device_memory: bytes of each device that all models together may have; None: all that are free.
+      experts: the systems of experts, by their names.
+      elastic: the elastic services, by their names.
       host: the address to listen on.
       port: the port to listen on.
       access_log: the file that gets a line of JSON for each request; "-": stderr; None: none.
@@ -149,6 +223,8 @@ class ServerConfig:
 
     models: Mapping[str, ModelConfig]
     device_memory: AtLeast1 | None = None
+    experts: Mapping[str, ExpertsConfig] = dataclasses.field(default_factory=dict)
+    elastic: Mapping[str, ElasticConfig] = dataclasses.field(default_factory=dict)
     host: str = "127.0.0.1"
     port: Port = 8000
     access_log: str | None = None
@@ -164,15 +240,17 @@ class ServerConfig:
         check_fields(self, *names)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
-        if not self.models:
-            raise ValueError("models: there are none; a server needs at least one.")
+        if not self.names:
+            raise ValueError("models: there are none; a server needs at least one, or a table in experts or elastic.")
         if self.kv_events is not None and len(self.models) > 1:  # a subscriber knows servers, and clears them as one
             raise ValueError(f"kv_events is for a server of one model, and there are {len(self.models)}: leave it out.")
-        check_names(
-            name
-            for model_name, model in self.models.items()
-            for name in (model_name, *(model.options.get("adapters") or ()))
-        )
+        adapters = [name for model in self.models.values() for name in model.options.get("adapters") or ()]
+        check_names([*self.names, *adapters])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all that it serves."""
+        return [*self.models, *self.experts, *self.elastic]
 
     @classmethod
     def read(
@@ -188,9 +266,10 @@ class ServerConfig:
         """
         with reading_toml(path, "a server") as content:
             check_table("the file", content, _ServerFile.__struct_fields__)
-            models = content.get("models")
-            for name, table in models.items() if isinstance(models, dict) else ():
-                check_table(f"models.{name}", table, ModelTable.__annotations__)
+            for what, kind in _TABLES.items():
+                tables = content.get(what)
+                for name, table in tables.items() if isinstance(tables, dict) else ():
+                    check_table(f"{what}.{name}", table, kind.__annotations__)
             if "kv_events" in content:
                 fields = [field.name for field in dataclasses.fields(KVEventsConfig)]
                 check_table("kv_events", content["kv_events"], fields)
@@ -201,6 +280,8 @@ class ServerConfig:
             config = cls(
                 models=in_folder | named,
                 device_memory=_bytes("device_memory", file.device_memory),
+                experts={name: _experts(table, folder) for name, table in file.experts.items()},
+                elastic={name: _elastic(name, table, folder) for name, table in file.elastic.items()},
                 host=file.host,
                 port=file.port,
                 access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
@@ -214,6 +295,8 @@ class ServerConfig:
                     cors_origins=tuple(file.cors_origins),
                     timeout=file.timeout,
                     max_body_bytes=file.max_body_bytes,
+                    max_inputs=file.max_inputs,
+                    max_image_pixels=file.max_image_pixels,
                 ),
                 source=str(path),
             )
@@ -224,6 +307,8 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     models: dict[str, ModelTable] = {}
     model_folder: str | None = None
     device_memory: int | str | None = None
+    experts: dict[str, ExpertsTable] = {}
+    elastic: dict[str, ElasticTable] = {}
     host: str = ServerConfig.host
     port: int = ServerConfig.port
     access_log: str | None = ServerConfig.access_log
@@ -234,6 +319,8 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     cors_origins: list[str] = []
     timeout: float | None = Limits.timeout
     max_body_bytes: int = Limits.max_body_bytes
+    max_inputs: int = Limits.max_inputs
+    max_image_pixels: int = Limits.max_image_pixels
 
 
 def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
@@ -246,7 +333,7 @@ def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
         options["layer_files"] = folder / options["layer_files"]
     if "mesh" in options:
         options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"models.{name}.mesh")
-    folders = tuple(folder / place for place in options.pop("adapter_folders", ()))
+    folders = _folders(options.pop("adapter_folders", ()), folder)
     others = ("tool_call_parser", "reasoning_parser", "on_demand", "pinned", "ttl")
     given = {option: options.pop(option) for option in others if option in options}
     if "chat_template" in options:
@@ -283,6 +370,37 @@ def _models_in(folder: Path) -> dict[str, ModelConfig]:
     return models
 
 
+def _experts(table: ExpertsTable, folder: Path) -> ExpertsConfig:
+    """Make a system's config of its table, with its paths from the file's folder."""
+    images = _folders(table.get("image_folders", []), folder)
+    return ExpertsConfig(config=folder / table["config"], mode=table.get("mode"), image_folders=images)
+
+
+def _elastic(name: str, table: ElasticTable, folder: Path) -> ElasticConfig:
+    """Make a service's config of its table, with its paths from the file's folder."""
+    options: dict[str, Any] = dict(table)
+    repository = options.pop("repository", None)
+    return ElasticConfig(
+        path=model_in_file(f"elastic.{name}.path", options.pop("path"), folder),
+        repository=None if repository is None else folder / repository,
+        image_folders=_folders(options.pop("image_folders", []), folder),
+        dataset_folders=_folders(options.pop("dataset_folders", []), folder),
+        options=ServiceOptions(**options),
+    )
+
+
+def _folders(places: Iterable[str], folder: Path) -> tuple[Path, ...]:
+    """The folders that a table names."""
+    return tuple(folder / place for place in places)
+
+
+def check_folders(what: str, folders: Iterable[Path]) -> None:
+    """Raise ValueError for a folder that does not exist."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{what} {folder}: no such directory.")
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError unless the names of models and adapters are distinct, and each can be shown."""
     seen = set[str]()
@@ -292,3 +410,15 @@ def check_names(names: Iterable[str]) -> None:
         if name in seen:
             raise ValueError(f"two models or adapters have the name {name!r}: give each its own.")
         seen.add(name)
+
+
+@contextlib.contextmanager
+def naming_table(source: str | None, table: str) -> Iterator[None]:
+    """Let errors name the file and its table, and options as they are written there; source None: no file."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        if source is None:
+            raise
+        message = re.sub(r"\b[A-Z]\w*\.(?=[a-z]\w*)", "", str(error))
+        raise ValueError(f"{source}: {table}: {message}") from error

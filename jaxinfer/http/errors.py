@@ -16,6 +16,7 @@ from jaxinfer.serving import (
     FailedError,
     NotLoadedError,
     OverloadedError,
+    ShedError,
 )
 from jaxinfer.text.chat_template import ChatOptions
 
@@ -75,6 +76,8 @@ def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBo
         case OverloadedError():
             wait = 1 if error.retry_after is None else max(1, math.ceil(error.retry_after))
             return 429, _body(str(error), "rate_limit_error", None, "overloaded"), {"Retry-After": str(wait)}
+        case ShedError():
+            return 408, _body(str(error), "timeout_error", None, "shed"), {}
         case DeadlineExceededError():
             return 408, _body(str(error), "timeout_error", None, "timeout"), {}
         case NotLoadedError():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.fields import AtLeast1, Positive, check_fields
 from jaxinfer.http.errors import BadRequestError
+from jaxinfer.models.vision.image_files import MAX_PIXELS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -22,6 +23,8 @@ class Limits:
         requests are refused if there are API keys, and otherwise anybody may send them.
       max_body_bytes: bytes of a body.
       max_prompts: prompts of one completion.
+      max_inputs: images or texts of one request for experts or an elastic service.
+      max_image_pixels: pixels of an image that a client sends; larger ones are not decoded.
       cors_origins: origins whose pages may ask from a browser, such as "https://chat.example"; "*": all.
       timeout: seconds after which a request is given up, the time that it waits included; None: never.
     """
@@ -30,6 +33,8 @@ class Limits:
     admin_keys: tuple[str, ...] = ()
     max_body_bytes: AtLeast1 = 8 << 20
     max_prompts: AtLeast1 = 256
+    max_inputs: AtLeast1 = 64
+    max_image_pixels: AtLeast1 = MAX_PIXELS
     cors_origins: tuple[str, ...] = ()
     timeout: Positive | None = 600.0
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,7 +9,7 @@ from rich.filesize import decimal
 
 from jaxinfer.checkpoints.layouts import is_complete
 from jaxinfer.generation.api.async_llm import AsyncLLM
-from jaxinfer.http.config import ModelConfig, ServerConfig
+from jaxinfer.http.config import ModelConfig, ServerConfig, naming_table
 from jaxinfer.http.served_models import ServedModel, ServedModels
 from jaxinfer.hub import HubName
 from jaxinfer.models.files.loading import OpenedModel, open_model
@@ -108,15 +107,10 @@ def _opened(model: ModelConfig) -> OpenedModel | None:
 
 def _load(source: str | None, name: str, model: ModelConfig, events: "KVEvents | None", asleep: bool) -> AsyncLLM:
     """Load a model; an error names its table in the file, and options as they are written there."""
-    try:
+    with naming_table(source, f"models.{name}"):
         llm = AsyncLLM(**model.load_options, asleep=asleep)
-        if model.chat_template is not None and llm.tokenizer is not None:
-            llm.tokenizer.chat_templates.use(model.chat_template)
-        if events is not None:
-            events.watch(llm)
-        return llm
-    except (ValueError, OSError, MemoryError) as error:
-        if source is None:
-            raise
-        message = re.sub(r"\b[A-Z]\w*\.(?=[a-z]\w*)", "", str(error))
-        raise ValueError(f"{source}: models.{name}: {message}") from error
+    if model.chat_template is not None and llm.tokenizer is not None:
+        llm.tokenizer.chat_templates.use(model.chat_template)
+    if events is not None:
+        events.watch(llm)
+    return llm

@@ -58,9 +58,10 @@ class Metrics:
 
     Args:
       models: the models; their names are the label `model` of each metric.
+      collectors: makers of other families.
     """
 
-    def __init__(self, models: Iterable[ServedModel]):
+    def __init__(self, models: Iterable[ServedModel], collectors: Iterable[Collector] = ()):
         def histogram(metric: str, help: str, bounds: Sequence[float]) -> Histogram:
             return Histogram(metric, help, ["model"], buckets=bounds, registry=None)
 
@@ -89,7 +90,8 @@ class Metrics:
         self._rejections, self._responses = rejections, responses
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Families(models, [first, total, token, responses, rejections]))
+        for collector in (_Families(models, [first, total, token, responses, rejections]), *collectors):
+            self._registry.register(collector)
 
     def ended(self, model: str, output: RequestOutput) -> None:
         """Count the seconds of a request's completions. Call it once a request, with its last output."""

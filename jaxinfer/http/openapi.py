@@ -1,6 +1,7 @@
 """`/openapi.json`: the server's endpoints and the bodies that they take, in the OpenAPI format."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -16,6 +17,8 @@ from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
 from jaxinfer.http.messages.errors import PATHS, MessageError
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody
+from jaxinfer.http.vision.elastic import QueryBody, QueryOptions, RegisterBody
+from jaxinfer.http.vision.experts import InferBody, InferOptions
 
 BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
@@ -26,30 +29,39 @@ BODIES: dict[str, type[Body]] = {
     "/v1/embeddings": EmbeddingBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/v1/experts/infer": InferBody,
+    "/v1/elastic/query": QueryBody,
+    "/v1/elastic/tasks": RegisterBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
 """The bodies of endpoints."""
 
+FORMS: dict[str, type[Body]] = {"/v1/experts/infer": InferOptions, "/v1/elastic/query": QueryOptions}
+"""The fields of endpoints that also take forms, besides their files."""
+
 _KEYS = {
     "key": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_FILES = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {"image": {"type": "array", "items": {"type": "string", "format": "binary"}}},
 }
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Describe an application by its routes."""
-    kinds = [*BODIES.values(), Refusal, MessageError]
+    kinds = [*BODIES.values(), *FORMS.values(), Refusal, MessageError]
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     known = dict(zip(kinds, references, strict=True))
-    paths = {
-        _PARAMETER.sub(r"{\1}", route.path): {
-            method.lower(): _operation(route.path, known) for method in sorted(route.methods or ()) if method != "HEAD"
-        }
-        for route in routes
-        if isinstance(route, Route) and route.include_in_schema
-    }
+    paths = defaultdict[str, dict[str, Any]](dict)
+    for route in routes:
+        if isinstance(route, Route) and route.include_in_schema:
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                paths[_PARAMETER.sub(r"{\1}", route.path)][method.lower()] = _operation(route.path, method, known)
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxinfer", "version": version("jaxinfer")},
@@ -59,8 +71,8 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, known: dict[Any, Any]) -> dict[str, Any]:
-    """Describe what a path does."""
+def _operation(path: str, method: str, known: dict[Any, Any]) -> dict[str, Any]:
+    """Describe what a method of a path does."""
     refusal = MessageError if path in PATHS else Refusal
     operation: dict[str, Any] = {
         "responses": {
@@ -74,8 +86,11 @@ def _operation(path: str, known: dict[Any, Any]) -> dict[str, Any]:
     if names := _PARAMETER.findall(path):
         schema = {"type": "string"}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
-    if (body := BODIES.get(path)) is not None:
-        operation["requestBody"] = {"required": True, "content": _json(known[body])}
+    if method == "POST" and (body := BODIES.get(path)) is not None:
+        content = _json(known[body])
+        if (form := FORMS.get(path)) is not None:
+            content["multipart/form-data"] = {"schema": {"allOf": [known[form], _FILES]}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 

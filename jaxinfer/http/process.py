@@ -18,6 +18,7 @@ from jaxinfer.http.config import ServerConfig
 from jaxinfer.http.draining import Drain
 from jaxinfer.http.loading import load_models, served_models
 from jaxinfer.http.server import make_app
+from jaxinfer.http.vision.loading import vision_of
 
 if TYPE_CHECKING:
     from jaxinfer.http.kv_events import KVEvents
@@ -47,14 +48,24 @@ def serve(
     """
     events = _kv_events(config)
     models = served_models(config, events)
+    systems, services = vision_of(config)
     with _sinks(config, access_log) as sinks, short_turns(), events or nullcontext():
-        app = make_app(models, config.limits, sinks, keep_billing_header=config.keep_billing_header)
+        app = make_app(
+            models,
+            config.limits,
+            sinks,
+            systems=systems,
+            services=services,
+            keep_billing_header=config.keep_billing_header,
+        )
         server = _Server(app, app.state.drain, config.drain_timeout)
         errors: list[BaseException] = []
 
         def load() -> None:
             try:
                 load_models(config, models)
+                for each in (*systems, *services):
+                    each.load()
                 freeze()
                 ready()
             except BaseException as error:

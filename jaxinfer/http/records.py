@@ -36,6 +36,7 @@ class Record:
       model: the model's name; None unless it is known.
       prompt_tokens: tokens of its prompts; None unless they are known.
       completion_tokens: tokens of its completions; None unless they are known.
+      inputs: images or texts for experts or an elastic service; None for other requests.
     """
 
     id: str
@@ -50,16 +51,24 @@ class Record:
     model: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    inputs: int | None = None
 
 
 Sink = Callable[[Record], None]
 """Takes the record of a request that has ended."""
 
 
-def note(scope: Scope, model: str, prompt_tokens: int | None = None, completion_tokens: int | None = None) -> None:
+def note(
+    scope: Scope,
+    model: str,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    inputs: int | None = None,
+) -> None:
     """Add to a request's record."""
     if (record := scope.get(RECORD)) is not None:
         record.model, record.prompt_tokens, record.completion_tokens = model, prompt_tokens, completion_tokens
+        record.inputs = inputs
 
 
 def request_id(scope: Scope) -> str | None:
@@ -131,7 +140,7 @@ def access_log(file: TextIO) -> Sink:
             "seconds": round(record.seconds, 6),
             "complete": record.complete,
         }
-        for name in ("model", "prompt_tokens", "completion_tokens"):
+        for name in ("model", "prompt_tokens", "completion_tokens", "inputs"):
             if (value := getattr(record, name)) is not None:
                 line[name] = value
         file.write(msgspec.json.encode(line).decode() + "\n")

@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import functools
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from importlib.metadata import version
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,8 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxinfer.fields import shown
-from jaxinfer.http.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from jaxinfer.http.bodies import ChatBody, CompletionBody, decode
 from jaxinfer.http.chats import begin_chat, encode_chat
 from jaxinfer.http.connection import DisconnectedError, until_disconnect
@@ -26,21 +22,26 @@ from jaxinfer.http.embeddings import EmbeddingBody, embeddings
 from jaxinfer.http.error_responses import error_response
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.generation import AnyReply, chat_reply, completion_reply, respond
+from jaxinfer.http.json_response import json_response
 from jaxinfer.http.limits import Limits
+from jaxinfer.http.memory import MemoryFamilies
 from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
 from jaxinfer.http.messages.conversation import chat_of
 from jaxinfer.http.messages.errors import PATHS
 from jaxinfer.http.messages.reply import MessageReply
 from jaxinfer.http.metrics import Metrics
+from jaxinfer.http.model_endpoints import ModelEndpoints
 from jaxinfer.http.openapi import document
 from jaxinfer.http.page_routes import page_routes
 from jaxinfer.http.records import Records, Sink, note, request_id
-from jaxinfer.http.residency import Residency
 from jaxinfer.http.responses.bodies import ResponseBody
 from jaxinfer.http.responses.reply import response_reply
 from jaxinfer.http.responses.store import ResponseStore
-from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
+from jaxinfer.http.served_models import ModelChoice, ServedModels
 from jaxinfer.http.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from jaxinfer.http.vision.endpoints import VisionEndpoints
+from jaxinfer.http.vision.metrics import ServiceFamilies, SystemFamilies
+from jaxinfer.http.vision.served import ServedService, ServedSystem
 
 CONTENT = {
     "/v1/completions": "prompt",
@@ -59,12 +60,25 @@ class Server:
     Args:
       models: the models; closed when the server ends.
       limits: limits of clients.
+      systems: systems of experts.
+      services: elastic services.
       keep_billing_header: as in `ServerConfig`.
     """
 
-    def __init__(self, models: ServedModels, limits: Limits, *, keep_billing_header: bool = False):
-        self.models, self.limits, self.started = models, limits, int(time.time())
-        self.metrics, self.stored = Metrics(models), ResponseStore()
+    def __init__(
+        self,
+        models: ServedModels,
+        limits: Limits,
+        *,
+        systems: Sequence[ServedSystem] = (),
+        services: Sequence[ServedService] = (),
+        keep_billing_header: bool = False,
+    ):
+        self.models, self.limits = models, limits
+        self.models_api = ModelEndpoints(models, limits, self.choose)
+        self.vision, self._others = VisionEndpoints(systems, services, limits), [*systems, *services]
+        collectors = MemoryFamilies(), SystemFamilies(systems), ServiceFamilies(services)
+        self.metrics, self.stored = Metrics(models, collectors), ResponseStore()
         self._chat_of = functools.partial(chat_of, keep_billing_header=keep_billing_header)
 
     async def choose(self, request: Request, name: str) -> ModelChoice:
@@ -106,7 +120,7 @@ class Server:
         id = request.path_params["response_id"]
         if request.method == "DELETE":
             self.stored.delete(id)
-            return _json({"id": id, "object": "response", "deleted": True})
+            return json_response({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise BadRequestError("stream is not implemented for a stored response.", param="stream")
         return Response(self.stored.response(id), media_type="application/json")
@@ -124,7 +138,7 @@ class Server:
         model, name, _ = await self.choose(request, body.model)
         prompt = await until_disconnect(request.receive, encode_chat(model, self._chat_of(body)))
         note(request.scope, name, len(prompt.token_ids))
-        return _json({"input_tokens": len(prompt.token_ids)})
+        return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def _respond(self, request: Request, reply: AnyReply) -> Response:
         def count() -> None:
@@ -143,92 +157,36 @@ class Server:
         work = embeddings(model.llm, body, name, adapter, self.limits)
         answer = await until_disconnect(request.receive, work)
         note(request.scope, answer["model"], answer["usage"]["prompt_tokens"])
-        return _json(answer)
+        return json_response(answer)
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`."""
         body = decode(await self.limits.read_body(request), TokenizeBody)
-        return _json(await tokenize((await self.choose(request, body.model)).model.llm, body))
+        return json_response(await tokenize((await self.choose(request, body.model)).model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`."""
         body = decode(await self.limits.read_body(request), DetokenizeBody)
-        return _json(await detokenize((await self.choose(request, body.model)).model.llm, body))
-
-    async def list_models(self, request: Request) -> Response:
-        """`GET /v1/models`."""
-        return _json({"object": "list", "data": [self._describe(name) for name in self.models.names]})
-
-    async def model(self, request: Request) -> Response:
-        """`GET /v1/models/NAME`."""
-        name = request.path_params["model"]
-        request.state.model = self.models.find(name).model.name
-        return _json(self._describe(name))
-
-    async def running(self, request: Request) -> Response:
-        """`GET /running`: the models that have memory, and how much."""
-        return _json({"running": [_residence(model) for model in self.models.distinct if model.loaded is not None]})
-
-    async def sleep(self, request: Request) -> Response:
-        """`POST /sleep?model=NAME&level=1`."""
-        model, level = self._asked(request), request.query_params.get("level", "1")
-        if level not in ("1", "2"):
-            raise BadRequestError(f"level must be 1 or 2, got {shown(level)}.", param="level")
-        await self.models.change(functools.partial(_sleep, model, int(level)))
-        return _json(_residence(model))
-
-    async def wake_up(self, request: Request) -> Response:
-        """`POST /wake_up?model=NAME`: also loads a model that is not loaded."""
-        model = self._asked(request)
-        await self.models.change(functools.partial(_wake_up, self.models.residency, model))
-        return _json(_residence(model))
-
-    async def unload(self, request: Request) -> Response:
-        """`POST /unload?model=NAME`."""
-        model = self._asked(request)
-        await self.models.change(model.unload)
-        return _json({"model": model.name, "state": model.state.value})
-
-    def _asked(self, request: Request) -> ServedModel:
-        """The model in a query. Raises BadRequestError."""
-        model = self.models.find(request.query_params.get("model", "")).model
-        request.state.model = model.name
-        return model
-
-    async def load_adapter(self, request: Request) -> Response:
-        """`POST /v1/load_lora_adapter`."""
-        body = decode(await self.limits.read_body(request), LoadAdapterBody)
-        model = (await self.choose(request, body.model)).model
-        await load_adapter(self.models, model, body)
-        return _json(self._describe(body.lora_name))
-
-    async def unload_adapter(self, request: Request) -> Response:
-        """`POST /v1/unload_lora_adapter`."""
-        body = decode(await self.limits.read_body(request), UnloadAdapterBody)
-        unload_adapter(self.models.find(body.model).model, body)
-        return _json({"id": body.lora_name, "object": "model", "deleted": True})
-
-    def _describe(self, name: str) -> dict[str, object]:
-        """Describe a model or one of its adapters. Raises BadRequestError if there is none."""
-        model, name, adapter = self.models.find(name)
-        described: dict[str, object] = {
-            "id": name,
-            "object": "model",
-            "created": self.started,
-            "owned_by": "jaxinfer",
-            "state": model.state.value,
-        }
-        if (llm := model.loaded) is not None:
-            described["max_model_len"] = llm.engine.config.context
-        return described if adapter is None else {**described, "parent": model.name}
+        return json_response(await detokenize((await self.choose(request, body.model)).model.llm, body))
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: whether the process lives."""
-        return Response(status_code=200 if self.models.are_running else 503)
+        return Response(status_code=200 if self._are_running else 503)
 
     async def ready(self, request: Request) -> Response:
         """`GET /ready`: whether requests to every model are taken."""
-        return Response(status_code=200 if self.models.are_ready and self.models.are_running else 503)
+        are_ready = self.models.are_ready and all(each.is_loaded for each in self._others)
+        return Response(status_code=200 if are_ready and self._are_running else 503)
+
+    @property
+    def _are_running(self) -> bool:
+        """Whether all take requests, or will once they are loaded."""
+        return self.models.are_running and all(each.is_running for each in self._others)
+
+    def close(self, *, drain: bool) -> None:
+        """Close all models, systems and services, with `drain` once their requests have ended."""
+        for each in (self.models, *self._others):
+            each.close(drain=drain)
 
     async def show_metrics(self, request: Request) -> Response:
         """`GET /metrics`, in Prometheus' format."""
@@ -237,11 +195,11 @@ class Server:
 
     async def openapi(self, request: Request) -> Response:
         """`GET /openapi.json`."""
-        return _json(document(request.app.routes))
+        return json_response(document(request.app.routes))
 
     async def version(self, request: Request) -> Response:
         """`GET /version`."""
-        return _json({"version": version("jaxinfer")})
+        return json_response({"version": version("jaxinfer")})
 
     def guarded(self, path: str, handler: Handler, *methods: str, admin: bool = False) -> Route:
         """A route behind the check of keys. Errors are responses, and responses are counted.
@@ -267,20 +225,29 @@ class Server:
 
 
 def make_app(
-    models: ServedModels, limits: Limits, sinks: Iterable[Sink] = (), *, keep_billing_header: bool = False
+    models: ServedModels,
+    limits: Limits,
+    sinks: Iterable[Sink] = (),
+    *,
+    systems: Sequence[ServedSystem] = (),
+    services: Sequence[ServedService] = (),
+    keep_billing_header: bool = False,
 ) -> Starlette:
     """Make the application of models, some of which may be loaded later; see `jaxinfer.http.app`.
 
     Args:
+      systems: systems of experts.
+      services: elastic services.
       keep_billing_header: as in `ServerConfig`.
     """
-    server = Server(models, limits, keep_billing_header=keep_billing_header)
-    drain = Drain(lambda: asyncio.to_thread(models.close, drain=False))
+    server = Server(models, limits, systems=systems, services=services, keep_billing_header=keep_billing_header)
+    drain = Drain(lambda: asyncio.to_thread(server.close, drain=False))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(functools.partial(models.close, drain=True))
+        await asyncio.to_thread(server.close, drain=True)
+        server.vision.close()
 
     routes = [
         server.guarded("/v1/completions", server.completions, "POST"),
@@ -291,14 +258,8 @@ def make_app(
         server.guarded("/v1/messages", server.messages, "POST"),
         server.guarded("/v1/messages/count_tokens", server.count_tokens, "POST"),
         server.guarded("/v1/embeddings", server.embeddings, "POST"),
-        server.guarded("/v1/models", server.list_models),
-        server.guarded("/v1/models/{model:path}", server.model),
-        server.guarded("/running", server.running),
-        server.guarded("/sleep", server.sleep, "POST", admin=True),
-        server.guarded("/wake_up", server.wake_up, "POST", admin=True),
-        server.guarded("/unload", server.unload, "POST", admin=True),
-        server.guarded("/v1/load_lora_adapter", server.load_adapter, "POST", admin=True),
-        server.guarded("/v1/unload_lora_adapter", server.unload_adapter, "POST", admin=True),
+        *server.models_api.routes(server.guarded),
+        *server.vision.routes(server.guarded),
         server.guarded("/tokenize", server.tokenize, "POST"),
         server.guarded("/detokenize", server.detokenize, "POST"),
         Route("/metrics", server.show_metrics),
@@ -314,36 +275,6 @@ def make_app(
     )
     app.state.drain = drain
     return app
-
-
-def _residence(model: ServedModel) -> dict[str, object]:
-    """Describe a model for `/running`."""
-    llm = model.loaded
-    return {
-        "model": model.name,
-        "state": model.state.value,
-        "pinned": model.pinned,
-        "ttl": model.ttl,
-        "requests": 0 if llm is None else llm.num_requests,
-        "bytes": {} if llm is None else llm.reserved,
-    }
-
-
-def _sleep(model: ServedModel, level: int) -> None:
-    """Have a model sleep until `_wake_up`. Raises BadRequestError for one that is not loaded, or cannot."""
-    if (llm := model.loaded) is None or not llm.can_sleep:
-        why = "it is not loaded" if llm is None else "its weights are streamed"
-        raise BadRequestError(f"the model {model.name!r} cannot sleep: {why}.", param="model", status=409)
-    model.held = True
-    llm.sleep(level=level)
-
-
-def _wake_up(residency: Residency, model: ServedModel) -> None:
-    """Load or wake a model, for which others make room."""
-    model.held = False
-    model.load(asleep=True)
-    residency.watch(model)
-    residency.wake_up(model)
 
 
 def _cors(limits: Limits) -> list[Middleware]:
@@ -372,7 +303,3 @@ async def _unknown(request: Request, error: Exception) -> Response:
     return error_response(
         BadRequestError(f"there is no endpoint {what}.", status=status, code="not_found"), request.scope
     )
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -15,6 +15,8 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/experts/infer": "experts",  # these two are no operations of the conventions
+    "/v1/elastic/query": "elastic",
 }
 """Paths whose requests have spans -> `gen_ai.operation.name`."""
 
@@ -50,6 +52,7 @@ class Traces:
             "http.request.method": record.method,
             "http.response.status_code": record.status,
             "url.path": record.path,
+            "jaxinfer.inputs": record.inputs,
             "jaxinfer.request_id": record.id,
         }
         span = self._tracer.start_span(

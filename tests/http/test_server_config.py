@@ -11,8 +11,17 @@ pytest.importorskip("starlette")
 
 from jaxinfer import AsyncLLM, MeshConfig
 from jaxinfer.cli.serve import serve
+from jaxinfer.elastic.options import ServiceOptions
 from jaxinfer.generation.api.build import LoadOptions
-from jaxinfer.http.config import KVEventsConfig, ModelConfig, ModelTable, ServerConfig
+from jaxinfer.http.config import (
+    ElasticConfig,
+    ElasticTable,
+    ExpertsConfig,
+    KVEventsConfig,
+    ModelConfig,
+    ModelTable,
+    ServerConfig,
+)
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName
 
@@ -99,16 +108,60 @@ def test_a_table_has_every_option_that_can_be_written():
     assert ModelTable.__annotations__.keys() == (LoadOptions.__annotations__.keys() | own | of_server) - functions
 
 
+def test_experts_and_elastic_services(tmp_path):
+    (tmp_path / "images").mkdir()
+    text = """
+    max_inputs = 3
+    max_image_pixels = 100
+    [experts.board]
+    config = "board.toml"
+    mode = "samba"
+    image_folders = ["images"]
+    [elastic.vit]
+    path = "vit"
+    repository = "tasks"
+    dataset_folders = ["images"]
+    merge_levels = [-4]
+    max_batch = 2
+    """
+    config = read(tmp_path, text)
+    assert (config.limits.max_inputs, config.limits.max_image_pixels, config.models) == (3, 100, {})
+    assert config.experts == {
+        "board": ExpertsConfig(config=tmp_path / "board.toml", mode="samba", image_folders=(tmp_path / "images",))
+    }
+    assert config.elastic == {
+        "vit": ElasticConfig(
+            path=tmp_path / "vit",
+            repository=tmp_path / "tasks",
+            dataset_folders=(tmp_path / "images",),
+            options={"merge_levels": [-4], "max_batch": 2},
+        )
+    }
+
+
+def test_an_elastic_table_has_every_option_that_can_be_written():
+    own = {field.name for field in dataclasses.fields(ElasticConfig)} - {"options"}
+    assert ElasticTable.__annotations__.keys() == (ServiceOptions.__annotations__.keys() | own) - {"policy"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("port =", ":1: not TOML: "),
-        ("", ": models: there are none; a server needs at least one."),
-        ("[models]", ": models: there are none; a server needs at least one."),
+        ("", ": models: there are none; a server needs at least one, or a table in experts or elastic."),
+        ("[models]", ": models: there are none; a server needs at least one, or a table in experts or elastic."),
         (
             "prt = 1\n[models.a]\npath = 'a'",
-            ": the file: unknown field 'prt'; known: models, model_folder, ",
+            ": the file: unknown field 'prt'; known: models, experts, elastic, ",
         ),
+        ("[experts.a]\npath = 'a'", ": experts.a: unknown field 'path'; known: config, mode, image_folders"),
+        ("[experts.a]\nmode = 'best'", ": Object missing required field `config` - at `$.experts[...]`"),
+        ("[experts.a]\nconfig = 'a'\nimage_folders = ['no']", ": image folder "),
+        ("[elastic.a]\npath = 'a'\npolicy = 'slack'", ": elastic.a: unknown field 'policy'; known: path, repository"),
+        ("[elastic.a]\npath = 'a'\ndataset_folders = ['no']", ": data set folder "),
+        ("[elastic.a]\npath = 'a'\nmax_batch = 'b'", ": Expected `int`, got `str` - at `$.elastic[...].max_batch`"),
+        ("[models.a]\npath = 'a'\n[elastic.a]\npath = 'a'", ": two models or adapters have the name 'a'"),
+        ("max_inputs = 0\n[models.a]\npath = 'a'", ": Limits.max_inputs must be an integer >= 1"),
         ("[models.a]\npath = 'a'\nmax_bach = 1", ": models.a: unknown field 'max_bach'; known: "),
         ("[models.a]\nmax_batch = 1", ": Object missing required field `path` - at `$.models[...]`"),
         ("[models.a]\npath = 'a'\nmax_batch = '1'", ": Expected `int`, got `str` - at `$.models[...].max_batch`"),
