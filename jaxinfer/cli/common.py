@@ -1,5 +1,6 @@
 """Options that several subcommands share."""
 
+import os
 import shutil
 import sys
 import textwrap
@@ -228,3 +229,18 @@ def _json_prompt(where: str, line: str) -> "Prompt":
     if (parsed.prompt is None) == (parsed.token_ids is None):
         raise ValueError(f"{where}: give exactly one of `prompt` and `token_ids`.")
     return parsed.prompt if parsed.prompt is not None else parsed.token_ids or []
+
+
+def is_url(text: str) -> bool:
+    """Tell whether an argument is a server's URL rather than a file."""
+    return text.startswith(("http://", "https://"))
+
+
+def server_of(url: str) -> str:
+    """The server of a URL, without a path."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def api_key() -> str | None:
+    """The first of the keys in JAXINFER_API_KEY, for requests to a server; None: there is none."""
+    return os.environ.get("JAXINFER_API_KEY", "").partition(",")[0] or None

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +12,8 @@ import typer
 
 from jaxinfer.cli.bench.files import check_files, write_file
 from jaxinfer.cli.bench.options import PROMPT_TOKENS, REQUESTS, PlotOption, SeedOption, check_spread
-from jaxinfer.cli.common import note
+from jaxinfer.cli.common import api_key, is_url, note, server_of
 from jaxinfer.cli.display import figure, show, table
-from jaxinfer.cli.serve import KEYS
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
@@ -66,9 +64,9 @@ def serve(
     in ms. In an open loop they count from a request's arrival. An API key comes from JAXINFER_API_KEY.
     """
     _check(rate, trace, concurrency, slo_ttft, slo_tpot, timeout)
-    if not url.startswith(("http://", "https://")):
+    if not is_url(url):
         raise ValueError(f"{url} must begin with http:// or https://, as in http://127.0.0.1:8000.")
-    server = url.rstrip("/").removesuffix("/v1")
+    server = server_of(url)
     check_spread(spread)
     check_files(json_file, plot)
     import numpy as np
@@ -87,8 +85,7 @@ async def _run(
     from jaxinfer.evaluation.serving.client import CompletionClient
     from jaxinfer.evaluation.serving.load import run_closed, run_open
 
-    key = os.environ.get(KEYS, "").partition(",")[0] or None
-    async with CompletionClient(url, model=model or "", api_key=key, timeout=timeout) as client:
+    async with CompletionClient(url, model=model or "", api_key=api_key(), timeout=timeout) as client:
         client.model = model or await client.find_model()
         with long_work("requests", total=len(load)) as work:
             if concurrency is None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxinfer.cli.common import note, refuse_ignored
+from jaxinfer.cli.common import is_url, note, refuse_ignored
 from jaxinfer.extras import require_extra
 from jaxinfer.progress import long_work
 
@@ -190,7 +190,14 @@ def classify(
 @app.command()
 def run(
     ctx: typer.Context,
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Vision transformer, as in the other commands, or a server's URL.",
+            show_default=False,
+        ),
+    ],
     arrivals: ArrivalsOption = "bursty",
     load: LoadOption = 0.8,
     seconds: SecondsOption = 30.0,
@@ -204,15 +211,32 @@ def run(
     prompt_mode: PromptModeOption = "replace",
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the service on the server, if it has several.", show_default=False),
+    ] = None,
 ) -> None:
     """Serve image queries with deadlines, live.
 
     A dashboard shows what happens. The level of each batch follows the load. Each policy serves the same queries. A run
     replaces an earlier one of the same name in the folder. Ctrl-C stops; the queries answered so far are shown and
     recorded.
+
+    With a server's URL, such as http://127.0.0.1:8000, it sends the queries there and shows no dashboard. The server's
+    own policy serves them. An API key comes from JAXINFER_API_KEY.
     """
     policies = policy or ["elastic"]
     _refuse_ignored(ctx)
+    if is_url(model):
+        refuse_ignored(
+            ctx, ["policy", "repository", "prompt_mode", "max_batch", "device_memory"], "with a server's URL"
+        )
+        with long_work("reading images"):
+            from jaxinfer.cli.elastic import over_http
+        over_http.run(model, ctx.params)
+        return
+    refuse_ignored(ctx, ["name"], "without a server's URL")
+    ctx.params["model"] = Path(model)
     with long_work(_OPENING):
         from jaxinfer.cli.elastic import runs
 

@@ -85,9 +85,9 @@ def open_tasks(params: Mapping[str, Any], policies: Sequence[str]) -> Opened:
       params: the command's options by name.
       policies: the policies' names.
     """
-    trace = _check(params, policies)
+    trace = check_options(params, policies)
     model, repository = params["model"], params["repository"]
-    sources = dict(_source(option) for option in params["data"] or [])
+    sources = sources_of(params)
     size, tasks = images_of(model), read_tasks(model, repository, params["task"] or [])
     for what, named in (("--data", set(sources)), (f"{params['trace']}: a query", {query.task for query in trace})):
         if unknown := named - tasks.keys():
@@ -127,10 +127,10 @@ def _measured(opened: Opened) -> Setting:
     with service:
         measured = measure(service, tests, samples=SAMPLES)
     typer.echo(f"{measured.capacity:,.0f} queries/s at level 0; deadlines are {measured.scale:.3f} times the paper's.")
-    return Setting(params["model"], options, tests, measured, _workload(params, trace, measured))
+    return Setting(params["model"], options, tests, measured, draw_workload(params, trace, measured))
 
 
-def _check(params: Mapping[str, Any], policies: Sequence[str]) -> list[Query]:
+def check_options(params: Mapping[str, Any], policies: Sequence[str]) -> list[Query]:
     """Check what needs no model; return the queries of the trace, if there is one."""
     for policy in policies:
         check_policy(policy)
@@ -147,6 +147,11 @@ def _check(params: Mapping[str, Any], policies: Sequence[str]) -> list[Query]:
     return [] if params["trace"] is None else read_trace(params["trace"])
 
 
+def sources_of(params: Mapping[str, Any]) -> dict[str, str]:
+    """Read `--data`: the data set of each task that it names."""
+    return dict(_source(option) for option in params["data"] or [])
+
+
 def _source(given: str) -> tuple[str, str]:
     task, equals, source = given.partition("=")
     if not (task and equals and source):
@@ -154,7 +159,8 @@ def _source(given: str) -> tuple[str, str]:
     return task, source
 
 
-def _workload(params: Mapping[str, Any], given: Sequence[Query], measured: Measurements) -> Workload:
+def draw_workload(params: Mapping[str, Any], given: Sequence[Query], measured: Measurements) -> Workload:
+    """Draw the queries, or take those of a trace; each gets an image."""
     seed, capacity = params["seed"], measured.capacity
     if (trace := params["trace"]) is not None:
         queries = measured.with_images(given, seed=seed)

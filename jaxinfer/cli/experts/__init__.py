@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.cli.bench.files import check_file
-from jaxinfer.cli.common import refuse_ignored
+from jaxinfer.cli.common import api_key, is_url, refuse_ignored, server_of
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
@@ -107,7 +107,12 @@ def plan(
 @app.command()
 def run(
     ctx: typer.Context,
-    config: ConfigArgument,
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="TOML file that describes the system, or a server's URL.", show_default=False
+        ),
+    ],
     images: Annotated[
         Path | None,
         typer.Option(
@@ -126,16 +131,28 @@ def run(
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line; the summary goes to stderr.")
     ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the system on the server, if it has several.", show_default=False),
+    ] = None,
 ) -> None:
-    """Judge images.
+    """Judge images, here or on a server.
 
     It prints one line each, and a summary. It exits with status 1 if some could not be judged. Verdicts are the names
-    of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights.
+    of an expert's classes. `jaxinfer convert` takes them from labels.txt next to the weights. With a server's URL, such
+    as http://127.0.0.1:8000, it sends the images of --images. An API key comes from JAXINFER_API_KEY.
     """
     with long_work(f"reading {config}"):
         from jaxinfer.cli.experts import judging
         from jaxinfer.experts import System, SystemConfig
 
+    if is_url(config):
+        refuse_ignored(ctx, ["random", "mode", "seed"], "with a server's URL")
+        if images is None:
+            raise ValueError(f"{config}: give --images, the folder of the images to send.")
+        _run_there(config, images, name, as_json=json)
+        return
+    refuse_ignored(ctx, ["name"], "without a server's URL")
     if (images is None) == (random is None):
         raise ValueError("Use exactly one of --images and --random.")
     if images is not None:
@@ -146,9 +163,25 @@ def run(
         inputs = judging.read_images(system, files) if random is None else judging.random_inputs(system, random, seed)
         summary = judging.Summary(random or len(files))
         try:
-            judging.judge(system, inputs, summary, typer.echo, as_json=json)
+            judging.judge(lambda each: system.run(each, return_errors=True), inputs, summary, typer.echo, as_json=json)
         finally:  # after Ctrl-C too
             typer.echo(summary.text(system.stats()), err=json)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def _run_there(url: str, images: Path, name: str | None, *, as_json: bool) -> None:
+    """Judge images on a server."""
+    from jaxinfer.cli.experts import judging
+    from jaxinfer.evaluation.serving.vision_client import ExpertsClient
+
+    with ExpertsClient(server_of(url), model=name or "", api_key=api_key()) as client:
+        files = judging.image_files(images, client.kinds())
+        summary = judging.Summary(len(files))
+        try:
+            judging.judge(client.run, judging.read_contents(files), summary, typer.echo, as_json=as_json)
+        finally:  # after Ctrl-C too
+            typer.echo(summary.rate, err=as_json)
     if summary.failed:
         raise typer.Exit(1)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import draw_kinds
+from jaxinfer.evaluation.serving.vision_client import encoded
 from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
@@ -20,6 +21,8 @@ from jaxinfer.extras import MissingExtraError
 from jaxinfer.models.config import EncoderConfig
 from jaxinfer.models.vision.image_files import IMAGE_SUFFIXES, check_image_file, pixels_of
 from jaxinfer.progress import long_work, paused
+
+type Run = Callable[[Iterator[tuple[str, Any]]], Iterator[Result | Exception]]
 
 LISTED = 5
 """Broken files that an error lists."""
@@ -40,13 +43,20 @@ class Summary:
     def __init__(self, total: int):
         self.total, self.judged, self.failed, self._begun = total, 0, 0, time.perf_counter()
 
-    def text(self, statistics: ExpertStatistics) -> str:
-        """Return a summary in words, of what is done so far."""
-        seconds, loads = time.perf_counter() - self._begun, statistics.loads
-        left = self.total - self.judged - self.failed
+    @property
+    def rate(self) -> str:
+        """A line on what is done so far."""
+        seconds, left = time.perf_counter() - self._begun, self.total - self.judged - self.failed
         return (
             f"{self.judged} inputs in {seconds:.3g} s: {self.judged / seconds:.4g} a second; {self.failed} failed"
-            f"{f'; {left} not judged' if left else ''}.\n"
+            f"{f'; {left} not judged' if left else ''}."
+        )
+
+    def text(self, statistics: ExpertStatistics) -> str:
+        """Return a summary in words, of what is done so far."""
+        loads = statistics.loads
+        return (
+            f"{self.rate}\n"
             f"{statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
             f"the host);\nmanaging experts took {statistics.management_share:.2%} of the executors' time."
         )
@@ -99,6 +109,15 @@ def read_images(system: System, files: Iterable[tuple[str, Path]]) -> Iterator[I
     return (Input(f"{kind}/{file.name}", kind, functools.partial(read, kind, file)) for kind, file in files)
 
 
+def read_contents(files: Iterable[tuple[str, Path]]) -> Iterator[Input]:
+    """Return the images as inputs of a server: the contents of files, arrays as PNG."""
+
+    def read(file: Path) -> bytes:
+        return encoded(pixels_of(_mapped(file))) if _is_array(file) else file.read_bytes()
+
+    return (Input(f"{kind}/{file.name}", kind, functools.partial(read, file)) for kind, file in files)
+
+
 def _is_array(file: Path) -> bool:
     return file.suffix.lower() == ".npy"
 
@@ -123,12 +142,18 @@ def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
         yield Input(f"{kind}/{number}", kind, lambda kind=kind: draw(kind))
 
 
-def judge(
-    system: System, inputs: Iterable[Input], summary: Summary, write: Callable[[str], None], *, as_json: bool
-) -> None:
-    """Judge all inputs; writes a line for each, in their order, and counts it in the summary."""
+def judge(run: Run, inputs: Iterable[Input], summary: Summary, write: Callable[[str], None], *, as_json: bool) -> None:
+    """Judge all inputs; writes a line for each, in their order, and counts it in the summary.
+
+    Args:
+      run: yields the results or errors of (kind, value) pairs, in their order.
+      inputs: the inputs.
+      summary: counts them.
+      write: writes a line.
+      as_json: whether lines are JSON.
+    """
     with long_work("judging inputs", total=summary.total) as work:
-        for item, outcome in _outcomes(system, inputs):
+        for item, outcome in _outcomes(run, inputs):
             if isinstance(outcome, Exception):
                 line = _error_line(item, outcome, as_json)
                 summary.failed += 1
@@ -140,7 +165,7 @@ def judge(
                 write(line)
 
 
-def _outcomes(system: System, inputs: Iterable[Input]) -> Iterator[tuple[Input, Result | Exception]]:
+def _outcomes(run: Run, inputs: Iterable[Input]) -> Iterator[tuple[Input, Result | Exception]]:
     """Yield the inputs in their order, each with its result or error."""
     given = deque[tuple[Input, Exception | None]]()  # inputs whose turn has not come, and why they cannot be read
 
@@ -158,7 +183,7 @@ def _outcomes(system: System, inputs: Iterable[Input]) -> Iterator[tuple[Input, 
         while given and (error := given[0][1]) is not None:
             yield given.popleft()[0], error
 
-    for result in system.run(readable(), return_errors=True):
+    for result in run(readable()):
         yield from unreadable()
         yield given.popleft()[0], result
     yield from unreadable()

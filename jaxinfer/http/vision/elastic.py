@@ -206,6 +206,7 @@ def describe_task(served: ServedService, task: Task) -> dict[str, Any]:
         "model": served.name,
         "version": task.version,
         "classes": list(task.labels),
+        "image_size": service.config.image_size,
         "levels": [_level(service, task, level) for level in levels],
     }
 
