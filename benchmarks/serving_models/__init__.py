@@ -1,1 +1,1 @@
-"""One server for several models, next to one process for each, which are swapped."""
+"""One server for several models of several kinds: what that costs. Start at `__main__.py`."""

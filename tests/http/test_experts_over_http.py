@@ -20,9 +20,11 @@ from PIL import Image
 
 from jaxinfer import http
 from jaxinfer.experts import System
+from jaxinfer.http.config import ServerConfig
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
+from jaxinfer.http.vision.loading import vision_of
 from jaxinfer.http.vision.served import ServedSystem
 from tests.experts.boards import SIZE, AnyProfiles, config
 from tests.http.asgi import Client
@@ -514,3 +516,19 @@ def test_the_access_log_has_the_number_of_inputs(system):
     run(ask(Client(http.app({}, experts={"board": system}, access_log=log)), {"inputs": [ONE] * 2}))
     line = json.loads(log.getvalue())
     assert (line["model"], line["inputs"], line["status"]) == ("board", 2, 200)
+
+
+def test_a_system_comes_from_a_file(board, tmp_path):
+    (tmp_path / "board.toml").write_text(
+        f'[experts.c0]\ncheckpoint = "{board}/c0"\n[[inputs]]\nkind = "resistor"\nexpert = "c0"\n'
+        '[[executors]]\nexpert_memory = "1MiB"\n'
+    )
+    (tmp_path / "serve.toml").write_text('[experts.board]\nconfig = "board.toml"\n[experts.no]\nconfig = "no.toml"\n')
+    (good, bad), services = vision_of(ServerConfig.read(tmp_path / "serve.toml"))
+    good.load()
+    try:
+        assert (good.system.graph.first("resistor"), services) == ("c0", [])
+    finally:
+        good.close(drain=True)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/serve.toml: experts.no: .*no.toml"):
+        bad.load()

@@ -9,7 +9,15 @@ import pytest
 
 from jaxinfer.models.config import PreprocessingConfig, Resampling
 from jaxinfer.models.vision import image_files
-from jaxinfer.models.vision.image_files import RATIO, fitted
+from jaxinfer.models.vision.image_files import (
+    RATIO,
+    TooManyPixelsError,
+    fitted,
+    letterboxed,
+    read_image,
+    unfitted,
+    unletterboxed,
+)
 from jaxinfer.models.vision.images import resized_shape
 
 SHAPES = [(48, 64), (64, 64), (90, 71), (201, 777), (999, 50), (1, 300), (300, 1), (3, 500), (1, 1), (501, 299)]
@@ -87,3 +95,48 @@ def test_resizing_takes_no_more_memory_than_the_image_and_four_results():
     assert len(measured) == 12
     noise = 2 << 20  # of the process
     assert [row for row in measured if row[2] > row[3] + noise] == []
+
+
+def box_of(image):
+    """The box around what is white."""
+    rows, columns = (np.flatnonzero((image > 200).all(-1).any(axis)) for axis in (1, 0))
+    return np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1])
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (90, 160), (160, 90), (400, 300), (33, 47)])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        PreprocessingConfig(),
+        PreprocessingConfig(resampling=Resampling.BICUBIC, keep_ratio=True, resized=72),
+        PreprocessingConfig(resampling=Resampling.BILINEAR, keep_ratio=True),
+    ],
+)
+def test_boxes_move_back_to_the_image(shape, cfg):
+    height, width = shape
+    image = np.zeros((height, width, 3), np.uint8)
+    box = np.array([0.4 * width, 0.3 * height, 0.7 * width, 0.6 * height]).round()
+    left, top, right, bottom = box.astype(int)
+    image[top:bottom, left:right] = 255
+    pixel = 1.5 * max(shape) / 64 + 1  # of the result, in pixels of the image
+    resized = box_of(fitted(image, 64, cfg))[None]
+    np.testing.assert_allclose(unfitted(resized, shape, 64, cfg)[0], box, atol=pixel)
+    lettered = box_of(letterboxed(image, 64))[None]
+    np.testing.assert_allclose(unletterboxed(lettered, shape, 64)[0], box, atol=pixel)
+
+
+def test_boxes_stay_inside_the_image():
+    everything = np.array([[-5.0, -5.0, 70.0, 70.0]])
+    assert unletterboxed(everything, (32, 64), 64).tolist() == [[0, 0, 64, 32]]
+    assert unfitted(everything, (32, 64), 64, PreprocessingConfig()).tolist() == [[0, 0, 64, 32]]
+
+
+def test_an_image_is_read_from_memory(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    file, pixels = tmp_path / "image.png", np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    pillow.fromarray(pixels).save(file)
+    np.testing.assert_array_equal(read_image(file.read_bytes()), pixels)
+    with pytest.raises(TooManyPixelsError, match=r"^photo: 4 x 4 are more than 15 pixels"):
+        read_image(file.read_bytes(), name="photo", max_pixels=15)
+    with pytest.raises(ValueError, match=r"^the image: not an image that can be read \(it is none of BMP"):
+        read_image(b"no image")
