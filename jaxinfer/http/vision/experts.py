@@ -32,7 +32,7 @@ from jaxinfer.http.vision.results import Until, answer_of, check_count, results_
 from jaxinfer.http.vision.served import ServedSystem
 
 
-class Input(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InferInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """An input: an image or a text.
 
     Attributes:
@@ -61,7 +61,7 @@ class InferOptions(Body, kw_only=True):
 class InferBody(InferOptions, kw_only=True):
     """The body of `/v1/experts/infer`."""
 
-    inputs: list[Input]
+    inputs: list[InferInput]
 
 
 class Upload(NamedTuple):
@@ -87,7 +87,7 @@ class Prepared(NamedTuple):
     shape: tuple[int, int]
 
 
-async def read_infer(request: Request, limits: Limits) -> tuple[InferOptions, Sequence[Input | Upload]]:
+async def read_infer(request: Request, limits: Limits) -> tuple[InferOptions, Sequence[InferInput | Upload]]:
     """Read a request's options and inputs, from JSON or a form. Raises BadRequestError."""
     if not is_form(request):
         body = decode(await limits.read_body(request), InferBody)
@@ -102,7 +102,7 @@ async def read_infer(request: Request, limits: Limits) -> tuple[InferOptions, Se
     return form.options, [Upload(*each) for each in zip(itertools.cycle(kinds), images, strict=False)]
 
 
-def _checked(place: int, given: Input | Upload, served: ServedSystem) -> Given:
+def _checked(place: int, given: InferInput | Upload, served: ServedSystem) -> Given:
     """Check an input, without decoding anything. Raises BadRequestError."""
     if isinstance(given, Upload):
         checked, param = Given(f"image[{place}]", given.kind, given.image), "kind"
@@ -122,7 +122,7 @@ def _checked(place: int, given: Input | Upload, served: ServedSystem) -> Given:
 async def infer(
     served: ServedSystem,
     options: InferOptions,
-    inputs: Sequence[Input | Upload],
+    inputs: Sequence[InferInput | Upload],
     limits: Limits,
     threads: ImageThreads,
 ) -> dict[str, Any]:

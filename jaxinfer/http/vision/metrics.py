@@ -17,7 +17,7 @@ type _Value = float | Mapping[str, float]
 """A value, or one for each value of a label."""
 
 
-class _Families[Stats: Statistics]:
+class _FamiliesByModel[Stats: Statistics]:
     """Makes families with a series, or several, of each of what is served.
 
     Args:
@@ -65,7 +65,7 @@ class SystemFamilies(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         loaded = {served.name: served.system for served in self._systems if served.is_loaded}
-        made = _Families[ExpertStatistics](
+        made = _FamiliesByModel[ExpertStatistics](
             "jaxinfer_experts", {name: system.stats() for name, system in loaded.items()}
         )
         yield made.ended("inputs_ended", "Inputs that ended, by how.")
@@ -96,7 +96,7 @@ class ServiceFamilies(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         loaded = {served.name: served.service for served in self._services if served.is_loaded}
-        made = _Families[QueryStatistics](
+        made = _FamiliesByModel[QueryStatistics](
             "jaxinfer_elastic", {name: service.stats() for name, service in loaded.items()}
         )
         yield made.ended("queries_ended", "Queries that ended, by how.")
