@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import struct
 import threading
 import zlib
@@ -29,6 +30,7 @@ from jaxinfer.http.vision.served import ServedSystem
 from tests.experts.boards import SIZE, AnyProfiles, config
 from tests.http.asgi import Client
 from tests.http.pictures import base64_of, form, picture, png
+from tests.http.test_fuzzed_bodies import VALUES, damaged, places, replaced
 
 INFER = "/v1/experts/infer"
 NAMES = ("c0", "d0", "c1", "e0")
@@ -367,6 +369,25 @@ def test_bodies_and_images_have_limits(system, folder):
     assert [status for status, _ in sizes] == [200, 413]
     assert sizes[1][1]["error"]["code"] == "image_too_large"
     assert (large[0], uploaded[0], many[0]) == (413, 413, 400)
+
+
+def test_bodies_with_anything_in_any_field_are_answered_or_refused(client):
+    dice, statuses = random.Random(0), set()
+    valid = {"model": "board", "inputs": [ONE, {"kind": "e0", "text": "a"}, ONE | {"image": {"file": "one.png"}}]}
+    bodies = [replaced(valid, place, value) for place in places(valid) for value in dice.sample(VALUES, 12)]
+    bodies += [damaged(dice, json.dumps(valid | {"deadline": 5}).encode()) for _ in range(60)]
+    form_body, headers = form(("kind", "c0"), ("image", GOOD), ("deadline", "5"))
+    forms = [damaged(dice, form_body) for _ in range(60)]
+
+    async def main():
+        for body, options in [(body, {}) for body in bodies] + [(body, {"headers": headers}) for body in forms]:
+            status, answer = await ask(client, body, **options)
+            statuses.add(status)
+            assert (status == 200) == ("results" in answer), (body, answer)
+            assert status in (200, 400, 404, 408, 413), (body, answer)
+
+    run(main())
+    assert statuses >= {200, 400}
 
 
 def test_systems_are_listed(client, system):

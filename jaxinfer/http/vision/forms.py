@@ -1,18 +1,22 @@
 """Bodies that are forms (multipart/form-data), as browsers and `curl -F` send files."""
 
 import dataclasses
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from email.message import Message
 
 import msgspec
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message as AsgiMessage
 
 from jaxinfer.http.bodies import Body, refusal_of
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a bad form is refused, and no more than that
 
 FIELDS = 64
 """Fields of a form that are no files."""
@@ -38,6 +42,14 @@ def is_form(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
 
 
+def _check_end(request: Request, body: bytes) -> None:
+    """Raise BadRequestError for a form without an end, of which Starlette would drop the last part."""
+    header = Message()
+    header["content-type"] = request.headers["content-type"]
+    if not (boundary := header.get_boundary()) or not body.rstrip().endswith(f"--{boundary}--".encode()):
+        raise BadRequestError("the body is no form: its boundary, or its end, is missing.")
+
+
 async def read_form[Options: Body](
     request: Request, limits: Limits, kind: type[Options], lists: Sequence[str] = ()
 ) -> Form[Options]:
@@ -50,9 +62,10 @@ async def read_form[Options: Body](
       lists: the names of those that may come several times.
     """
     body, images = await limits.read_body(request), list[bytes]()
+    _check_end(request, body)
     once, several = dict[str, str](), defaultdict[str, list[str]](list)
 
-    async def receive() -> Message:
+    async def receive() -> AsgiMessage:
         return {"type": "http.request", "body": body, "more_body": False}
 
     try:
