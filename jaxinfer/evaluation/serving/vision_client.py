@@ -47,11 +47,11 @@ class ExpertsClient:
     def kinds(self) -> list[str]:
         """The kinds of the system's inputs. Raises ValueError if the server does not tell them."""
         listed = list_at(self._http, self._url, "/v1/experts")
-        found = [each["inputs"] for each in listed if self._model in ("", each["id"])]
-        if len(found) != 1:
+        inputs = [each["inputs"] for each in listed if self._model in ("", each["id"])]
+        if len(inputs) != 1:
             names = ", ".join(each["id"] for each in listed) or "none"
             raise ValueError(f"{self._url}: name one of its systems of experts with --name; systems: {names}.")
-        return found[0]
+        return inputs[0]
 
     def run(self, inputs: Iterable[tuple[str, bytes]]) -> Iterator[Result | Exception]:
         """Yield the results or errors of (kind, image file) pairs, in their order."""

@@ -24,7 +24,7 @@ FIELDS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Form[Options: Body]:
-    """A form.
+    """The parts of a multipart body.
 
     Attributes:
       options: its fields that come once.
