@@ -12,10 +12,11 @@ from jaxinfer.cli.common import api_key, server_of
 from jaxinfer.cli.elastic.runs import check_options, draw_workload, record, sources_of
 from jaxinfer.elastic import Dataset, load_dataset
 from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.evaluation.elastic.client import QueryClient
 from jaxinfer.evaluation.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
 from jaxinfer.evaluation.elastic.runs import Run
 from jaxinfer.evaluation.elastic.simulator import ServedTrace
-from jaxinfer.evaluation.serving.vision_client import QueryClient, headers_of, list_at
+from jaxinfer.evaluation.image_requests import headers_of, list_at
 from jaxinfer.progress import long_work
 
 

@@ -173,7 +173,7 @@ def run(
 def _run_there(url: str, images: Path, name: str | None, *, as_json: bool) -> None:
     """Judge images on a server."""
     from jaxinfer.cli.experts import judging
-    from jaxinfer.evaluation.serving.vision_client import ExpertsClient
+    from jaxinfer.evaluation.experts.client import ExpertsClient
 
     with ExpertsClient(server_of(url), model=name or "", api_key=api_key()) as client:
         files = judging.image_files(images, client.kinds())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import draw_kinds
-from jaxinfer.evaluation.serving.vision_client import encoded
+from jaxinfer.evaluation.image_requests import encoded
 from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
