@@ -4,7 +4,8 @@
 
 `switch` times a request for a model that sleeps, in a process with room for one and a half of three. `goodput` sends
 requests of 64 tokens for 16 more to the three, drawn at random, and to a server for each that is started and stopped.
-`experts` and `elastic` compare images over HTTP with the same in one process. The JSON is rewritten after every part.
+`images` compares experts and elastic tasks over HTTP with the same in one process. The JSON is rewritten after every
+part.
 """
 
 import argparse
@@ -16,9 +17,20 @@ from benchmarks.serving.settings import Settings as ServingSettings
 from benchmarks.serving_models.goodput import goodput
 from benchmarks.serving_models.settings import Settings
 from benchmarks.serving_models.switch import switch
+from benchmarks.serving_models.vision import FULL, QUICK, elastic_over_http, experts_over_http
 from benchmarks.workers import add_options, parts_reader, run_part
 
-PARTS: dict[str, Callable[[Report, Settings], None]] = {"switch": switch, "goodput": goodput}
+
+def images(report: Report, settings: Settings) -> None:
+    """Measure `experts_over_http` and `elastic_over_http`."""
+    folder, load = settings.serving.folder / "images", QUICK if settings.serving.quick else FULL
+    for name, measure in (("experts_over_http", experts_over_http), ("elastic_over_http", elastic_over_http)):
+        row = measure(folder, load)
+        report.row(figure=name, **row)
+        report.check(name, row["ratio"], "x", target=0.95)
+
+
+PARTS: dict[str, Callable[[Report, Settings], None]] = {"switch": switch, "goodput": goodput, "images": images}
 read_parts = parts_reader(PARTS)
 
 

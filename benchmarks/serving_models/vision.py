@@ -1,16 +1,12 @@
 """Experts and elastic tasks over HTTP, against the same work in one process.
 
-    python -m benchmarks.serving_models.vision [--quick] [--json FILE]
-
 JPEGs of 224 pixels, 8 a request, as many requests at a time as keep the server busy. Both sides decode them. The server
 is a process of its own, and its client is on the same machine; the other side calls `System.submit` or `Service.submit`
 from threads. Rounds take turns, and a ratio is the median of rounds. Weights are random: nothing depends on verdicts.
 """
 
-import argparse
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import functools
 import io
@@ -30,10 +26,8 @@ import psutil
 from flax import nnx
 from PIL import Image
 
-from benchmarks.report import Report
 from benchmarks.serving.processes import Server, free_port
 from examples.circuit_board import CLASSIFIER, DETECTOR
-from jaxinfer.disk_cache import cache_folder
 from jaxinfer.elastic import Dataset, Service
 from jaxinfer.experts import System
 from jaxinfer.models import ResNet, ViT, WeightFormat, Yolo
@@ -46,7 +40,6 @@ PIXELS, IMAGES = 224, 8
 """Height and width of an image, and images of a request."""
 CONCURRENCY = 4
 """Requests at a time."""
-TARGET = 0.95
 TYPES = 3
 """Types of components, of which the first goes on to a detector."""
 LATENCY = 600.0
@@ -56,8 +49,11 @@ LATENCY = 600.0
 class Load(NamedTuple):
     """The size of a measurement: requests of a round, and rounds."""
 
-    requests: int = 12
-    rounds: int = 5
+    requests: int
+    rounds: int
+
+
+FULL, QUICK = Load(requests=12, rounds=9), Load(requests=4, rounds=1)
 
 
 class Sides(NamedTuple):
@@ -72,7 +68,7 @@ class Sides(NamedTuple):
     direct: Callable[[int], None]
 
 
-def experts_over_http(folder: Path, load: Load = Load()) -> dict[str, Any]:  # noqa: B008 - immutable
+def experts_over_http(folder: Path, load: Load) -> dict[str, Any]:
     """Measure a system of experts; returns inputs a second of both sides, and their ratio.
 
     folder: where the experts are made, if they are not there.
@@ -93,7 +89,7 @@ def experts_over_http(folder: Path, load: Load = Load()) -> dict[str, Any]:  # n
         return compare(folder / "experts-serve.toml", tables, "/v1/experts/infer", Sides(body, direct), load)
 
 
-def elastic_over_http(folder: Path, load: Load = Load()) -> dict[str, Any]:  # noqa: B008 - immutable
+def elastic_over_http(folder: Path, load: Load) -> dict[str, Any]:
     """Measure an elastic service at level 0, so that both sides do the same; returns as `experts_over_http`."""
     model = make_service(folder)
     tables = f'[elastic.vit]\npath = "{model.relative_to(folder)}"\nmerge_levels = []\nmax_batch = 8\n'
@@ -126,7 +122,7 @@ def compare(config: Path, tables: str, path: str, sides: Sides, load: Load) -> d
     """
     port, served, direct = free_port(), list[float](), list[float]()
     config.write_text(f"port = {port}\n{tables}")
-    command = [sys.executable, "-m", "jaxinfer", "serve", "--config", str(config)]
+    command = [sys.executable, "-m", "jaxinfer", "serve", str(config)]
     with Server("jaxinfer", command, JAXINFER_PROGRESS="0") as server:
         server.port = port
         server.wait()
@@ -251,25 +247,3 @@ def make_service(folder: Path) -> Path:
         with Service.from_checkpoint(model, merge_levels=[], max_batch=8) as service:
             service.register_task("noise", dataset)
     return model
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke test: one round of few requests")
-    parser.add_argument("--folder", type=Path, default=cache_folder() / "serving-models", help="where models are made")
-    parser.add_argument("--json", type=Path, help="file to write the results to")
-    args = parser.parse_args()
-    load, report = Load(requests=4, rounds=1) if args.quick else Load(), Report()
-    report.print_header()
-    for name, measure in (("experts_over_http", experts_over_http), ("elastic_over_http", elastic_over_http)):
-        measured = measure(args.folder, load)
-        print(f"{name}: {measured}", flush=True)
-        report.row(figure=name, **measured)
-        report.check(name, measured["ratio"], "x", target=TARGET, invalid="quick" if args.quick else "")
-        report.save(args.json)
-    report.finish(args.json)
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()

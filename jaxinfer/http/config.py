@@ -242,7 +242,7 @@ class ServerConfig:
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.names:
             raise ValueError("models: there are none; a server needs at least one, or a table in experts or elastic.")
-        if self.kv_events is not None and len(self.models) > 1:  # a subscriber knows servers, and clears them as one
+        if self.kv_events is not None and len(self.models) != 1:  # a subscriber knows servers, and clears them as one
             raise ValueError(f"kv_events is for a server of one model, and there are {len(self.models)}: leave it out.")
         adapters = [name for model in self.models.values() for name in model.options.get("adapters") or ()]
         check_names([*self.names, *adapters])

@@ -1,12 +1,13 @@
-"""Metrics of the ledger of memory: who has reserved how much of which memory."""
+"""Who has memory, as metrics: the ledger, and the models that make room for each other."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from jaxinfer.http.served_models import ServedModels, State
 from jaxinfer.serving.budget import all_budgets
 
 
@@ -33,3 +34,29 @@ class MemoryFamilies(Collector):
                 reserved.add_metric([budget.name, owner, tenant], size)
         yield capacity
         yield reserved
+
+
+class ResidencyFamilies(Collector):
+    """Makes the families that tell which models have memory, and how often that changed.
+
+    Args:
+      models: the models of the server.
+    """
+
+    def __init__(self, models: ServedModels):
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        states = GaugeMetricFamily(
+            "jaxinfer_model_state", "Whether a model is in a state: 1, or 0.", labels=["model", "state"]
+        )
+        for model in self._models.distinct:
+            for state in State:
+                states.add_metric([model.name, state.value], float(model.state is state))
+        yield states
+        residency = self._models.residency
+        yield CounterMetricFamily("jaxinfer_model_switches", "Models woken up for a request.", residency.switches)
+        yield CounterMetricFamily(
+            "jaxinfer_model_switch_seconds", "Seconds that waking models up took, in all.", residency.switch_seconds
+        )

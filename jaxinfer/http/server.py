@@ -24,7 +24,7 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.generation import AnyReply, chat_reply, completion_reply, respond
 from jaxinfer.http.json_response import json_response
 from jaxinfer.http.limits import Limits
-from jaxinfer.http.memory import MemoryFamilies
+from jaxinfer.http.memory import MemoryFamilies, ResidencyFamilies
 from jaxinfer.http.messages.bodies import CountTokensBody, MessagesBody
 from jaxinfer.http.messages.conversation import chat_of
 from jaxinfer.http.messages.errors import PATHS
@@ -77,7 +77,12 @@ class Server:
         self.models, self.limits = models, limits
         self.models_api = ModelEndpoints(models, limits, self.choose)
         self.vision, self._others = VisionEndpoints(systems, services, limits), [*systems, *services]
-        collectors = MemoryFamilies(), SystemFamilies(systems), ServiceFamilies(services)
+        collectors = (
+            MemoryFamilies(),
+            ResidencyFamilies(models),
+            SystemFamilies(systems),
+            ServiceFamilies(services),
+        )
         self.metrics, self.stored = Metrics(models, collectors), ResponseStore()
         self._chat_of = functools.partial(chat_of, keep_billing_header=keep_billing_header)
 

@@ -69,5 +69,5 @@ def serving_a_board(folder):
     config, port = folder / "serve.toml", free_port()
     board = json.dumps(str(ROOT / "examples/board/board.toml"))
     config.write_text(f"port = {port}\n[experts.board]\nconfig = {board}\n")
-    with serving([], folder / "log", "--config", str(config), port=port, key=KEY) as server:
+    with serving([], folder / "log", str(config), port=port, key=KEY) as server:
         yield server

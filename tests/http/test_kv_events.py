@@ -301,7 +301,7 @@ def test_the_events_of_a_server_say_what_a_request_finds_cached(model_dir, tmp_p
         max_batch = 4
         """
     )
-    command = [sys.executable, "-m", "jaxinfer", "serve", "--config", str(file)]
+    command = [sys.executable, "-m", "jaxinfer", "serve", str(file)]
     with zmq.Context() as context, subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             until(server, lambda: answers(port, "/ready"))
