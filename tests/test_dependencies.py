@@ -90,6 +90,7 @@ WITH_EXTRAS = {
     "jaxinfer.http.process",
     "jaxinfer.http.records",
     "jaxinfer.http.openapi",
+    "jaxinfer.http.model_endpoints",
     "jaxinfer.http.page_routes",
     "jaxinfer.http.responses.reply",
     "jaxinfer.http.server",

@@ -45,7 +45,7 @@ Change = Literal["stored", "removed", "cleared"]
 Event = dict[str, Any]
 
 
-class Block(NamedTuple):
+class CachedBlock(NamedTuple):
     """A published block.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Lane:
 
     def __init__(self, pool: PagePool, changes: "queue.SimpleQueue[tuple[_Lane, Change, Node | None] | None]"):
         self.pool, self._changes = pool, changes
-        self.blocks: dict[Node, Block] = {}
+        self.blocks: dict[Node, CachedBlock] = {}
 
     def stored(self, node: Node) -> None:
         self._changes.put((self, "stored", node))
@@ -236,11 +236,11 @@ class KVEvents:
         else:
             events.append({"type": "BlockRemoved", "block_hashes": [block.hash], "medium": self._medium})
 
-    def _root(self, root: Any) -> Block:
+    def _root(self, root: Any) -> CachedBlock:
         """The block before the first one of prompts with an adapter."""
         adapter = root[-1]
         digest = hashlib.sha256(f"{self._model}\0{adapter or ''}".encode()).digest()
-        return Block(digest, 0, None if adapter is None else _CHECKED.sub("", adapter))
+        return CachedBlock(digest, 0, None if adapter is None else _CHECKED.sub("", adapter))
 
     def _publish(self, events: list[Event]) -> None:
         written = events if self._config.format == "map" else [list(event.values()) for event in events]
@@ -259,10 +259,10 @@ class KVEvents:
             self._replays.send_multipart((*sender, END, b""))
 
 
-def _block(before: Block, tokens: tuple[int, ...]) -> Block:
+def _block(before: CachedBlock, tokens: tuple[int, ...]) -> CachedBlock:
     """The block of tokens that follow another block."""
     digest = hashlib.sha256(before.digest + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
-    return Block(digest, int.from_bytes(digest[:8]), before.lora_name)
+    return CachedBlock(digest, int.from_bytes(digest[:8]), before.lora_name)
 
 
 def _address(host: str, port: int) -> str:

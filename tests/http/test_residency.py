@@ -1,6 +1,7 @@
 """Several models in less memory than they need together: who has it, who waits, and what fails."""
 
 import asyncio
+import gc
 import random
 import re
 import threading
@@ -93,6 +94,7 @@ class Server:
 
 @pytest.fixture
 def make(folders, expected, monkeypatch):
+    gc.collect()  # what other tests have left gives its memory back
     servers, budget = [], host_budget()
     _, size = expected
     monkeypatch.setattr(budget, "capacity", budget.reserved + int(1.5 * size))

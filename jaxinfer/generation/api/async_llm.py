@@ -4,35 +4,30 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import numpy as np
-from msgspec import Meta
 
 from jaxinfer.fields import AtLeast1, NotNegative, Positive, SizeOrZero, check
-from jaxinfer.futures import INTERVAL
 from jaxinfer.generation.api.build import LoadOptions
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.api.preparation import Kind, Preparation
+from jaxinfer.generation.api.sleep import SleepingHolder
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
-from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.generation.foreign_options import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.progress import ProgressOption, long_work, showing
-from jaxinfer.serving.budget import Sizes
-from jaxinfer.serving.errors import FailedError, ServingError
+from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.served import Served
@@ -40,11 +35,9 @@ from jaxinfer.serving.ticket import Reader
 from jaxinfer.text import Prompt, as_list, copied, require_tokenizer
 from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
 
-_SleepLevel = Annotated[int, Meta(ge=1, le=2, description="1 or 2")]
-
 
 @refuses(MODEL)
-class AsyncLLM(Served, EngineHolder):
+class AsyncLLM(Served, SleepingHolder):
     """A model that takes requests from many tasks and threads, and runs them together in its own thread.
 
     Args:
@@ -107,11 +100,8 @@ class AsyncLLM(Served, EngineHolder):
         decider = RequestDecider(
             self.engine, max_requests=max_requests, max_waiting=max_waiting, max_queue_time=max_queue_time
         )
-        self._decider, self._loop, self._queue = decider, decider.loop, decider.queue
-        self._sleep_lock = threading.RLock()  # entered itself: see `futures`
-        self._sleep_level = 2 if asleep else 0
-        if asleep:
-            decider.pause()
+        self._loop, self._queue = decider.loop, decider.queue
+        self._begin(decider, asleep=asleep)
         self._loop.stop_when_dropped(self)
 
     def prepare(
@@ -407,96 +397,6 @@ class AsyncLLM(Served, EngineHolder):
     @property
     def _serving_loop(self) -> Loop[RequestTicket]:
         return self._loop
-
-    # Sleep
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether it sleeps: requests wait for `wake_up`."""
-        return self._sleep_level > 0
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether `sleep` is implemented: its weights are not streamed."""
-        return self._loaded.weights is not None
-
-    def sleep(self, *, level: int = 1, unless: Callable[[], bool] = lambda: False, hand_over: bool = False) -> bool:
-        """Free the memory of the KV cache and, on other devices than CPUs, of the weights; return whether it did.
-
-        It waits until the requests that have begun end. Others wait for `wake_up`, until their deadlines, and then end
-        with NotLoadedError. Cached prompts are forgotten.
-
-        Args:
-          level: 1 keeps the weights in the host's memory, where a CPU has them anyway; 2 frees that too, and reads them
-            from disk to wake up.
-          unless: called again and again while it waits for requests; once it returns true, the model stays awake.
-          hand_over: whether the memory is left for the next model that wakes up, which is faster than new memory.
-
-        Raises ValueError for a model whose weights are streamed; ClosedError, DiedError.
-        """
-        level = check("level", level, _SleepLevel)
-        with self._sleep_lock:
-            if not self.can_sleep:
-                raise ValueError("sleep is not implemented for a model whose weights are streamed: close it.")
-            if not self.is_sleeping and not self._drained(unless):
-                self._decider.resume()
-                return False
-            if level > self._sleep_level:
-                self._loaded.sleep(level)
-                self._sleep_level = level
-        if not hand_over:
-            free_spares()
-        return True
-
-    def _drained(self, unless: Callable[[], bool]) -> bool:
-        """Begin no more requests, and wait for those that have begun; return whether they have ended."""
-        drained = self._decider.pause()
-        while not drained.wait(INTERVAL):
-            if not self._loop.is_running:
-                raise self._end_error()
-            if unless():
-                return False
-        return True
-
-    def wake_up(self) -> None:
-        """Take the memory again that `sleep` freed, and serve the requests that wait; does nothing if it is awake.
-
-        Raises BudgetError if there is too little memory, CheckpointError; ClosedError, DiedError.
-        """
-        with self._sleep_lock:
-            try:
-                if self.is_sleeping:
-                    self._loaded.wake_up()
-                    self._sleep_level = 0
-                    self._decider.resume()
-            finally:
-                free_spares()
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the first request came that waits for `wake_up`, by `time.perf_counter`; None: none waits."""
-        return self._decider.waiting_since
-
-    def on_waiting(self, call: Callable[[], None]) -> None:
-        """Have a function called when a request comes that waits for `wake_up`; it must not block."""
-        self._decider.on_waiting = call
-
-    def fail_waiting(self, error: ServingError) -> None:
-        """End the requests that wait for `wake_up` with an error."""
-        self._decider.fail_waiting(error)
-
-    @property
-    def sizes(self) -> Sizes:
-        """The bytes that it reserves while it is awake, by budget and tenant."""
-        return self._loaded.sizes
-
-    @property
-    def reserved(self) -> dict[str, int]:
-        """The bytes that it has now, by the name of the memory."""
-        total = Counter[str]()
-        for (budget, _), size in self._loaded.reservation.sizes.items():
-            total[budget.name] += size
-        return dict(total)
 
     # The end
 

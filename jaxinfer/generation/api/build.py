@@ -74,8 +74,7 @@ def build_engine(
       tokenizer: its tokenizer, or None for token ids only.
       config: the engine's sizes.
       plan: what was decided before: pages, the place of layers, sizes.
-      costs: what passes and fetches took so far, by which the scheduler chooses passes and speculation; None: nothing
-        is known.
+      costs: what passes and fetches took so far, by which the scheduler chooses; None: nothing is known.
       logits_processors: functions by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
       asleep: whether it takes no memory of the devices before `Engine.wake_up`.

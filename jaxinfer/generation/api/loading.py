@@ -132,7 +132,7 @@ class LoadedEngine:
 def load_engine(path: str | Path, *, owner: str, asleep: bool = False, **options: Unpack[LoadOptions]) -> LoadedEngine:
     """Load the engine of a decoder or an encoder, whichever the model is; options are those of the one.
 
-    asleep: whether it takes no memory of the devices before `LoadedEngine.wake_up`.
+    owner: who holds the memory. asleep: whether it takes no memory of the devices before `LoadedEngine.wake_up`.
     """
     folder = resolve(path)
     load: Callable[..., LoadedEngine] = load_decoder if Description.read(folder).kind == "decoder" else load_encoder
@@ -163,10 +163,7 @@ def load_decoder(
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """Load the engine of a decoder-only model. Arguments and errors are those of `LLM`.
-
-    owner: who holds the memory. asleep: as of `load_engine`.
-    """
+    """Load the engine of a decoder-only model. Arguments and errors are those of `LLM` and `load_engine`."""
     max_batch = check("LLM.max_batch", max_batch, Size)
     cache_bytes = check("LLM.cache_bytes", cache_bytes, Bytes | None)
     logits_processors = check_processors(logits_processors)
@@ -174,19 +171,10 @@ def load_decoder(
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
     mesh, rules = build_mesh(mesh, rules)
     _begin_kernels(engine_options)
-    opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-    if not isinstance(opened.transformer, DecoderConfig):
-        raise ValueError(f"{path} is an encoder; use jaxinfer.Embedder for it.")
+    opened = _open_decoder(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     context = _context(context, opened.transformer.context, owner="LLM")
     opened = opened.for_context(context)
-    if adapters:
-        engine_options = _with_room(engine_options, adapters)
-    elif not engine_options.get("max_adapters"):
-        for name in ("max_lora_rank", "adapter_bytes"):
-            if name in engine_options:
-                raise ValueError(f"LLM.{name} has no effect without adapters or max_adapters: leave it out.")
-    if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept
-        engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
+    engine_options = _adapter_options(engine_options, adapters)
     config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     costs = engine_costs(opened, config.deciding_costs, kernels=config.kernels, logits_processors=logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")
@@ -210,9 +198,7 @@ def load_decoder(
         asleep=asleep,
     )
     plan = Plan.of_model(model, config, num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement)
-    sizes = _sizes(model, config, memory.tenants, placement)
-    if not asleep:
-        _reserve(reservation, model, sizes, placement, costs)
+    sizes = _reserve(reservation, model, config, memory.tenants, placement, costs, asleep=asleep)
     engine = build_engine(
         model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, asleep=asleep
     )
@@ -244,10 +230,7 @@ def load_encoder(
     context: int | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """Load the engine of an encoder. Arguments and errors are those of `Embedder`.
-
-    owner: who holds the memory. asleep: as of `load_engine`.
-    """
+    """Load the engine of an encoder. Arguments and errors are those of `Embedder` and `load_engine`."""
     max_batch = check("Embedder.max_batch", max_batch, Size)
     folder = resolve(path)
     longest = require_transformer(path, Description.read(folder).config).context
@@ -270,9 +253,7 @@ def load_encoder(
     )
     tokenizer, plan = Tokenizer.from_folder(model.folder), Plan.of_model(model, config, placement=placement)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
-    sizes = _sizes(model, config, tenants, placement)
-    if not asleep:
-        _reserve(reservation, model, sizes, placement, costs)
+    sizes = _reserve(reservation, model, config, tenants, placement, costs, asleep=asleep)
     engine = build_engine(model, tokenizer, config, plan, costs=costs, asleep=asleep)
     return LoadedEngine(
         engine=engine,
@@ -344,18 +325,26 @@ def _weights(
     return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
 
 
-def _sizes(model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], placement: Placement | None) -> Sizes:
-    """All memory that a model takes. tenants: the bytes it takes of each device, by tenant."""
-    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
-    return sizes_of(devices_of(model.mesh), tenants, host=host)
-
-
 def _reserve(
-    reservation: Reservation, model: LoadedModel, sizes: Sizes, placement: Placement | None, costs: Costs
-) -> None:
-    """Reserve all memory that a model takes. Raises BudgetError if it does not fit."""
-    remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
-    reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
+    reservation: Reservation,
+    model: LoadedModel,
+    config: SharedConfig,
+    tenants: Mapping[str, int],
+    placement: Placement | None,
+    costs: Costs,
+    *,
+    asleep: bool,
+) -> Sizes:
+    """Reserve all memory that a model takes, unless it is asleep; return the sizes. Raises BudgetError.
+
+    tenants: the bytes it takes of each device, by tenant.
+    """
+    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
+    if not asleep:
+        remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
+        reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
+    return sizes
 
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:
@@ -364,6 +353,27 @@ def _context(context: int | None, longest: int, *, owner: str) -> int:
     if context is not None and not 1 < context <= longest:
         raise ValueError(f"{owner}.context must be in [2, {longest}] for this model, got {context}.")
     return context or longest
+
+
+def _open_decoder(path: str | Path, **options: Any) -> OpenedModel:
+    """Open a decoder, with options of `open_model`. Raises ValueError for an encoder."""
+    opened = open_model(resolve(path), **options)
+    if not isinstance(opened.transformer, DecoderConfig):
+        raise ValueError(f"{path} is an encoder; use jaxinfer.Embedder for it.")
+    return opened
+
+
+def _adapter_options(options: EngineOptions, adapters: Mapping[str, str | Path] | None) -> EngineOptions:
+    """Complete the options with room for adapters. Raises ValueError for options without effect."""
+    if adapters:
+        options = _with_room(options, adapters)
+    elif not options.get("max_adapters"):
+        for name in ("max_lora_rank", "adapter_bytes"):
+            if name in options:
+                raise ValueError(f"LLM.{name} has no effect without adapters or max_adapters: leave it out.")
+    if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept
+        options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **options}
+    return options
 
 
 def _with_room(options: EngineOptions, adapters: Mapping[str, str | Path]) -> EngineOptions:

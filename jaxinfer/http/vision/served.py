@@ -12,7 +12,7 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.serving import NotLoadedError
 
 
-class _Served[Kind: System | Service]:
+class _ServedOne[Kind: System | Service]:
     """A system or service that clients ask for by its name, from before it is loaded until it is closed.
 
     Args:
@@ -74,7 +74,7 @@ def prepared(service: Service) -> Service:
     return service
 
 
-class ServedSystem(_Served[System]):
+class ServedSystem(_ServedOne[System]):
     """A system of experts."""
 
     @property
@@ -83,7 +83,7 @@ class ServedSystem(_Served[System]):
         return self.held
 
 
-class ServedService(_Served[Service]):
+class ServedService(_ServedOne[Service]):
     """An elastic service.
 
     Args:
