@@ -116,6 +116,12 @@ CHECKS = {
     "classify_two_images_cold_s": "`jaxinfer elastic classify` of two images, empty compilation cache",
     "warm_vs_llama.cpp": "speed until the first token, cached programs, against llama.cpp",
     "warm_vs_transformers": "the same, against transformers",
+    "vs_process_swap": "good requests/s against the better of swapped processes, single requests",
+    "switch_vs_bytes": "a switch against reading the weights from the page cache into new memory",
+    "switch_vs_bytes_disk": "the same from the disk",
+    "switch_compiles": "programs that a switch compiles",
+    "experts_over_http": "inputs/s of experts over HTTP against one process",
+    "elastic_over_http": "inputs/s of an elastic task over HTTP against one process",
     "front_end_events_per_s": "events that a CPU second of the whole process sends, 64 streams, steps of 4 ms",
     "health_p99_ms": "the slowest 1% of answers of `/health` meanwhile",
     "engine_ms_64_streams": "what HTTP adds to a step of the engine, 64 streams, steps of 10 ms",
@@ -446,6 +452,25 @@ def serving_section(result: Result) -> list[str]:
     ]
 
 
+def serving_models_section(result: Result) -> list[str]:
+    """Write the goodput of one server and of swapped processes, the switches, and the checks."""
+    rows = [row for row in result["rows"] if row["figure"] == "goodput"]
+    columns = ("goodput", "good_share", "ttft_p50_ms", "errors")
+    lines = [[row["server"], row["rate"], row["burst"], *(f"{row[name]:,}" for name in columns)] for row in rows]
+    switches = [row for row in result["rows"] if row["figure"] == "switch"]
+    switched = [
+        [row["configs"], row["tier"], f"{row['switch_s']:.3f}", f"{row['read_s']:.3f}", row["compiles"]]
+        for row in switches
+    ]
+    return [
+        "Requests of 64 tokens for 16 more, for one of three models of 246 M parameters in float32, which is drawn at "
+        "random; a request is good if its first token comes within 2 s.",
+        table(["server", "requests/s", "a burst", "good/s", "share", "TTFT p50 in ms", "errors"], lines),
+        table(["configs", "weights from", "switch in s", "reading alone in s", "compiled"], switched),
+        checks_table(result),
+    ]
+
+
 def checks_table(result: Result, names: Mapping[str, str] = CHECKS) -> str:
     """Write every check with a name here, its target, and whether it was met."""
     checks = [Check(**check) for check in result["checks"] if check["name"] in names]
@@ -470,6 +495,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "moe": moe_section,
     "pipeline": pipeline_section,
     "serving": serving_section,
+    "serving_models": serving_models_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
@@ -480,6 +506,7 @@ PAGES = {
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
     "serving.md": ("serving",),
+    "serving-models.md": ("serving_models",),
 }
 """The sections of each page."""
 

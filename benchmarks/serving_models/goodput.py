@@ -92,7 +92,7 @@ def room_for(models: dict[str, Path], share: float) -> int:
     from jaxinfer import AsyncLLM
 
     with AsyncLLM(next(iter(models.values())), asleep=True, max_batch=MAX_BATCH, context=CONTEXT) as llm:
-        return int(share * sum(llm.sizes.values()))
+        return int(share * llm.needed.total())
 
 
 def ours(models: dict[str, Path], loads: dict[Any, Load], room: int) -> dict[Any, list[RequestRecord]]:

@@ -35,7 +35,7 @@ class Switching:
         for model in self.served:
             model.load(asleep=True)
             self.models.residency.watch(model)
-        size = max(sum(model.llm.sizes.values()) for model in self.served)
+        size = max(model.llm.needed.total() for model in self.served)
         host_budget().limit(host_budget().reserved + int(1.5 * size))
         for model in [*self.served, *self.served]:
             self.ask(model)

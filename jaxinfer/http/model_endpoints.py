@@ -121,7 +121,7 @@ def _residence(model: ServedModel) -> dict[str, object]:
         "pinned": model.pinned,
         "ttl": model.ttl,
         "requests": 0 if llm is None else llm.num_requests,
-        "bytes": {} if llm is None else llm.reserved,
+        "bytes": {} if llm is None else {budget.name: size for budget, size in llm.reserved.items()},
     }
 
 

@@ -4,14 +4,13 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.serving import NotLoadedError, ServingError
-from jaxinfer.serving.budget import Budget, Sizes, host_budget
+from jaxinfer.serving.budget import host_budget
 
 if TYPE_CHECKING:
     from jaxinfer.generation.api.async_llm import AsyncLLM
@@ -21,6 +20,9 @@ log = logging.getLogger(__name__)
 
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed for a model that was not loaded yet, to compare it with others."""
+
+END_SECONDS = 10.0
+"""Seconds to wait at most for a model that is being woken up when the server ends."""
 
 
 class Residency:
@@ -77,6 +79,11 @@ class Residency:
         self._closed = True
         self._notify()
 
+    def join(self) -> None:
+        """Wait for the end of the thread after `close`, so that no weights are on their way when the process ends."""
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
+
     def _notify(self) -> None:
         self._work.put(None)
 
@@ -130,7 +137,6 @@ class Residency:
             log.error("%s cannot be woken up.", model.name, exc_info=error)
             model.fail(error)
             llm.fail_waiting(NotLoadedError(f"the model {model.name!r} cannot be loaded: {error}"))
-        self.switches += 1
         self.switch_seconds += time.perf_counter() - begun
 
     def wake_up(self, model: "ServedModel", *, unless: Callable[[], bool] = lambda: False) -> None:
@@ -141,6 +147,8 @@ class Residency:
         Raises NotLoadedError if there is no room beside pinned models; as `AsyncLLM.wake_up` does.
         """
         llm = model.llm
+        if not llm.is_sleeping:
+            return
         try:
             for victim in self._victims(model):
                 if not self._make_room(victim, unless):
@@ -148,24 +156,26 @@ class Residency:
             begun = time.perf_counter()
             llm.wake_up()
             model.load_seconds = time.perf_counter() - begun
+            self.switches += 1
         finally:
             free_spares()
 
     def _victims(self, model: "ServedModel") -> list["ServedModel"]:
         """The models that sleep for another, in order. Raises NotLoadedError if all together are too small."""
-        lacking = _by_budget(model.llm.sizes)
+        lacking = model.llm.needed - model.llm.reserved
         for budget in lacking:
             lacking[budget] -= lacking[budget] if budget.free is None else budget.free
+        lacking = +lacking
         now, victims = time.perf_counter(), []
         for other in sorted(self._candidates(model), key=lambda each: _worth(each, now)):
-            if not +lacking:
+            if not lacking:
                 break
-            sizes = _by_budget(_awake(other).sizes)
-            if any(sizes[budget] for budget in +lacking):
-                lacking -= sizes
+            given = _awake(other).reserved
+            if any(given[budget] for budget in lacking):
+                lacking -= given
                 victims.append(other)
-        if +lacking:
-            (budget, missing), *_ = (+lacking).items()
+        if lacking:
+            (budget, missing), *_ = lacking.items()
             raise NotLoadedError(
                 f"the model {model.name!r} needs {missing:,} bytes of {budget.name} more than are free or can be freed."
                 f"{budget.report}"
@@ -210,19 +220,12 @@ def _awake(model: "ServedModel") -> "AsyncLLM":
     return model.loaded
 
 
-def _by_budget(sizes: Sizes) -> Counter[Budget]:
-    total = Counter[Budget]()
-    for (budget, _), size in sizes.items():
-        total[budget] += size
-    return total
-
-
 def _worth(model: "ServedModel", now: float) -> tuple[bool, float, float]:
     """The order in which models make room: those without requests first, and of these those whose next use costs least.
 
     The least recently used goes first of models that nobody has asked for lately.
     """
     llm = _awake(model)
-    size = sum(llm.sizes.values())
+    size = llm.needed.total()
     seconds = model.load_seconds or size / DISK_BYTES_PER_SECOND
     return llm.num_requests > 0, seconds * model.use.per_second(now) / size, model.use.last

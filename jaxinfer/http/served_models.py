@@ -339,3 +339,4 @@ class ServedModels:
         self.residency.close()
         for model in self._models:
             model.close(drain=drain)
+        self.residency.join()

@@ -211,8 +211,8 @@ class Reservation:
         with _lock:
             if self._released:
                 raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
-            more = _by_budget(needed)
-            more.subtract(_by_budget(self.sizes))
+            more = by_budget(needed)
+            more.subtract(by_budget(self.sizes))
             lacking = [budget for budget in available if _lacks(more[budget], budget.free, available[budget])]
             if not lacking:
                 for budget in available:
@@ -243,7 +243,8 @@ class Reservation:
         return Holding(self.owner, tenant, size, offer())
 
 
-def _by_budget(sizes: Sizes) -> Counter[Budget]:
+def by_budget(sizes: Sizes) -> Counter[Budget]:
+    """Sum bytes over tenants."""
     total = Counter[Budget]()
     for (budget, _), size in sizes.items():
         total[budget] += size

@@ -55,7 +55,7 @@ def expected(folders):
     texts = {}
     for name, folder in folders.items():
         llm, params = opened(folder), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        texts[name], size = llm.submit("abc", params).result().outputs[0].text, sum(llm.reserved.values())
+        texts[name], size = llm.submit("abc", params).result().outputs[0].text, llm.reserved.total()
         llm.close()
     assert len(set(texts.values())) == 3
     return texts, size

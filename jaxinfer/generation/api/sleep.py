@@ -12,7 +12,7 @@ from jaxinfer.futures import INTERVAL
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.execution.spares import free_spares
-from jaxinfer.serving.budget import Sizes
+from jaxinfer.serving.budget import Budget, by_budget
 from jaxinfer.serving.errors import ServingError
 
 _SleepLevel = Annotated[int, Meta(ge=1, le=2, description="1 or 2")]
@@ -72,11 +72,15 @@ class SleepingHolder(EngineHolder):
     def _drained(self, unless: Callable[[], bool]) -> bool:
         """Begin no more requests, and wait for those that have begun; return whether they have ended."""
         drained = self._decider.pause()
-        while not drained.wait(INTERVAL):
-            if not self._decider.loop.is_running:
-                raise self._end_error()
-            if unless():
-                return False
+        try:
+            while not drained.wait(INTERVAL):
+                if not self._decider.loop.is_running:
+                    raise self._end_error()
+                if unless():
+                    return False
+        except BaseException:  # Ctrl-C among them
+            self._decider.resume()
+            raise
         return True
 
     def wake_up(self) -> None:
@@ -107,14 +111,11 @@ class SleepingHolder(EngineHolder):
         self._decider.fail_waiting(error)
 
     @property
-    def sizes(self) -> Sizes:
-        """The bytes that it reserves while it is awake, by budget and tenant."""
-        return self._loaded.sizes
+    def reserved(self) -> Counter[Budget]:
+        """The bytes that it has now, by budget."""
+        return by_budget(self._loaded.reservation.sizes)
 
     @property
-    def reserved(self) -> dict[str, int]:
-        """The bytes that it has now, by the name of the memory."""
-        total = Counter[str]()
-        for (budget, _), size in self._loaded.reservation.sizes.items():
-            total[budget.name] += size
-        return dict(total)
+    def needed(self) -> Counter[Budget]:
+        """The bytes that it has while it is awake, by budget."""
+        return by_budget(self._loaded.sizes)

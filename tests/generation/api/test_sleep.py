@@ -48,7 +48,7 @@ def answer(llm):
 
 
 def bytes_of(llm):
-    return sum(llm.reserved.values())
+    return llm.reserved.total()
 
 
 MESHES = [pytest.param(MeshConfig(**{axis: 2}), marks=pytest.mark.slow) for axis in ("tensor", "data")]
