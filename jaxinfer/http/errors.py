@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from jaxinfer.experts.errors import LoadError
 from jaxinfer.generation.engine.output import NO_TOKEN_MESSAGE
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.serving import (
@@ -85,6 +86,13 @@ def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBo
             return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": str(wait)}
         case ClosedError() | DiedError():
             return 503, _body(str(error), "server_error", None, "unavailable"), {"Retry-After": "1"}
+        case LoadError():  # whose text has paths
+            log.error("An expert cannot be loaded: %s", error)
+            return (
+                500,
+                _body("An expert cannot be loaded; see the server's log.", "server_error", None, "failed"),
+                {},
+            )
         case FailedError() if str(error).startswith(_UNSATISFIABLE):
             return 400, _body(str(error), "invalid_request_error", None, "unsatisfiable"), {}
         case FailedError():

@@ -136,7 +136,7 @@ class Residency:
         except Exception as error:
             log.error("%s cannot be woken up.", model.name, exc_info=error)
             model.fail(error)
-            llm.fail_waiting(NotLoadedError(f"the model {model.name!r} cannot be loaded: {error}"))
+            llm.fail_waiting(model.not_loaded())
         self.switch_seconds += time.perf_counter() - begun
 
     def wake_up(self, model: "ServedModel", *, unless: Callable[[], bool] = lambda: False) -> None:

@@ -147,8 +147,12 @@ class ServedModel:
         """Raise NotLoadedError if loading it has failed a short time ago."""
         if self._error is not None and (retry_at := self.retry_at) is not None:
             error, _ = self._error
-            wait = retry_at - time.perf_counter()
-            raise NotLoadedError(f"the model {self.name!r} cannot be loaded: {error}", wait) from error
+            raise self.not_loaded(retry_at - time.perf_counter()) from error
+
+    def not_loaded(self, retry_after: float | None = None) -> NotLoadedError:
+        """Make the error of requests while it cannot be loaded. It does not tell why: that has paths."""
+        wait = RETRY_SECONDS if retry_after is None else retry_after
+        return NotLoadedError(f"the model {self.name!r} cannot be loaded; the server's log says why.", wait)
 
     @property
     def loaded(self) -> AsyncLLM | None:
