@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -33,13 +34,18 @@ async def until(holds):
 
 @contextlib.contextmanager
 def held(llm, count):
-    """Requests that the engine has while the body runs: as many as it takes."""
-    futures = [llm.submit("z", SamplingParams(max_tokens=100, ignore_eos=True)) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for future in futures:
-            future.cancel()
+    """Requests that the engine has while the body runs, and that do not end: as many as it takes."""
+    executor, hold = llm.engine.executor, threading.Event()
+    collect = executor.collect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "collect", lambda step: (hold.wait(60), collect(step))[1])
+        futures = [llm.submit("z", SamplingParams(max_tokens=100, ignore_eos=True)) for _ in range(count)]
+        try:
+            yield
+        finally:
+            for future in futures:
+                future.cancel()
+            hold.set()
 
 
 def test_keys(async_llm):

@@ -44,9 +44,15 @@ def folders(tmp_path_factory):
     return {name: save_tiny(folder / name, seed=seed) for seed, name in enumerate(NAMES)}
 
 
-def opened(folder, asleep=False):
+@pytest.fixture(scope="module", autouse=True)
+def all_have_few_programs():
+    """For the whole module: models are loaded in several threads at a time."""
     with few_programs():
-        return AsyncLLM(folder, asleep=asleep, max_waiting=64, cache_bytes=32 * PAGE_BYTES, **PLAIN)
+        yield
+
+
+def opened(folder, asleep=False):
+    return AsyncLLM(folder, asleep=asleep, max_waiting=64, cache_bytes=32 * PAGE_BYTES, **PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +346,8 @@ def test_a_client_that_leaves_needs_no_model(make, expected):
 
 def test_what_is_worth_least_makes_room(folders):
     now = time.perf_counter()
-    rare, often, slow = (ServedModel(name, lambda _, name=name: opened(folders[name], True)) for name in NAMES)
+    llm = opened(folders["a"], True)
+    rare, often, slow = (ServedModel(name, lambda _: llm) for name in NAMES)
     for model in (rare, often, slow):
         model.load()
         model.load_seconds = 1.0
@@ -348,8 +355,7 @@ def test_what_is_worth_least_makes_room(folders):
     often.use.note()
     slow.load_seconds = 10.0
     assert sorted((slow, often, rare), key=lambda each: _worth(each, now)) == [rare, often, slow]
-    for model in (rare, often, slow):
-        model.close(drain=False)
+    llm.close()
 
 
 # The config
@@ -425,8 +431,7 @@ def test_of_several_models_one_may_fail_at_the_start(folders, tmp_path, caplog):
         models={"none": ModelConfig(path=tmp_path / "none"), "a": ModelConfig(path=folders["a"], options=PLAIN)}
     )
     models = models_of(given)
-    with few_programs():
-        load_models(given, models)
+    load_models(given, models)
     client = Client(make_app(models, Limits()))
 
     async def main():
@@ -441,6 +446,7 @@ def test_of_several_models_one_may_fail_at_the_start(folders, tmp_path, caplog):
         load_models(alone, models_of(alone))
 
 
+@pytest.mark.slow
 def test_many_switches_lose_nothing(make, expected):
     """Clients come and go, models are put to sleep and unloaded meanwhile; every request is answered or refused."""
     texts, _ = expected

@@ -152,7 +152,7 @@ def test_an_elastic_table_has_every_option_that_can_be_written():
         ("[models]", ": models: there are none; a server needs at least one, or a table in experts or elastic."),
         (
             "prt = 1\n[models.a]\npath = 'a'",
-            ": the file: unknown field 'prt'; known: models, experts, elastic, ",
+            ": the file: unknown field 'prt'; known: models, model_folder, ",
         ),
         ("[experts.a]\npath = 'a'", ": experts.a: unknown field 'path'; known: config, mode, image_folders"),
         ("[experts.a]\nmode = 'best'", ": Object missing required field `config` - at `$.experts[...]`"),
