@@ -98,6 +98,18 @@ def forget(file: Path) -> None:
     os.close(handle)
 
 
+def times_of(switching: Switching, index: int, tier: str) -> tuple[float, float]:
+    """The seconds of a switch and of reading its file, each from this tier; the first of them changes with the index."""
+    model = switching.served[index % 3]
+    file = file_of(model)
+    prepare = forget if tier == "disk" else read_seconds
+    times = {}
+    for side in ("ours", "alone") if index % 2 else ("alone", "ours"):
+        prepare(file)
+        times[side] = switching.ask(model) if side == "ours" else read_seconds(file)
+    return times["ours"], times["alone"]
+
+
 def switch(report: Report, settings: Settings) -> None:
     """Measure `switch_vs_bytes` and `switch_compiles`."""
     for configs in ("one", "three"):
@@ -106,18 +118,9 @@ def switch(report: Report, settings: Settings) -> None:
         before = switching.compiles
         size = file_of(switching.served[0]).stat().st_size
         for tier in ("page cache", "disk"):
-            ours, bytes_alone = [], []
-            for index in range(3 if settings.serving.quick else ROUNDS):
-                model = switching.served[index % 3]
-                file = file_of(model)
-                if tier == "disk":
-                    forget(file)
-                bytes_alone.append(read_seconds(file))
-                if tier == "disk":
-                    forget(file)
-                ours.append(switching.ask(model))
+            times = [times_of(switching, index, tier) for index in range(3 if settings.serving.quick else ROUNDS)]
             compiles = switching.compiles - before
-            mine, alone = statistics.median(ours), statistics.median(bytes_alone)
+            mine, alone = (statistics.median(seconds) for seconds in zip(*times, strict=True))
             row = {"switch_s": round(mine, 4), "read_s": round(alone, 4), "compiles": compiles}
             report.row(figure="switch", configs=configs, tier=tier, bytes=size, **row)
             rich.print(f"{configs} config(s), {tier}: {row}")
