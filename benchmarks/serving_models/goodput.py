@@ -28,9 +28,10 @@ from jaxinfer.evaluation.serving.figures import Objective, ttft_ms
 
 PROMPT, OUTPUT = 64, 16
 TTFT_MS, SHARE = 2000.0, 0.95
-RATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+RATES = (0.2, 0.3, 0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
 BURST = 16
 MAX_BATCH, CONTEXT = 8, 1024
+PREEMPT_AFTER = 0.5
 Complete = Callable[[str, LoadRequest, float], Awaitable[RequestRecord]]
 Load = list[tuple[str, LoadRequest]]
 
@@ -78,7 +79,7 @@ def figures(records: list[RequestRecord]) -> dict[str, Any]:
 def one_server(models: dict[str, Path], room: int) -> Server:
     """Our server, with the models on demand."""
     port = free_port()
-    lines = [f"port = {port}", f"device_memory = {room}"]
+    lines = [f"port = {port}", f"device_memory = {room}", f"preempt_after = {PREEMPT_AFTER}"]
     for name, path in models.items():
         lines += [f"[models.{name}]", f'path = "{path}"', 'dtype = "float32"', "on_demand = true"]
         lines += [f"max_batch = {MAX_BATCH}", f"context = {CONTEXT}"]

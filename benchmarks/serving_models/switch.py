@@ -99,7 +99,7 @@ def forget(file: Path) -> None:
 
 
 def times_of(switching: Switching, index: int, tier: str) -> tuple[float, float]:
-    """The seconds of a switch and of reading its file, each from this tier; the first of them changes with the index."""
+    """The seconds of a switch and of reading its file, each from this tier; they take turns in being first."""
     model = switching.served[index % 3]
     file = file_of(model)
     prepare = forget if tier == "disk" else read_seconds

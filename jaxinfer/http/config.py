@@ -207,6 +207,7 @@ class ServerConfig:
     Attributes:
       models: the models, by the names by which clients ask for them.
       device_memory: bytes of each device that all models together may have; None: all that are free.
+      preempt_after: seconds that a request waits for its model until running requests of another are interrupted.
       experts: the systems of experts, by their names.
       elastic: the elastic services, by their names.
       host: the address to listen on.
@@ -223,6 +224,7 @@ class ServerConfig:
 
     models: Mapping[str, ModelConfig]
     device_memory: AtLeast1 | None = None
+    preempt_after: Positive = 10.0
     experts: Mapping[str, ExpertsConfig] = dataclasses.field(default_factory=dict)
     elastic: Mapping[str, ElasticConfig] = dataclasses.field(default_factory=dict)
     host: str = "127.0.0.1"
@@ -236,8 +238,8 @@ class ServerConfig:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        names = ("device_memory", "host", "port", "access_log", "drain_timeout", "otlp_endpoint", "keep_billing_header")
-        check_fields(self, *names)
+        check_fields(self, "device_memory", "preempt_after", "host", "port", "access_log", "drain_timeout")
+        check_fields(self, "otlp_endpoint", "keep_billing_header")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"otlp_endpoint must be an http URL, got {shown(self.otlp_endpoint)}.")
         if not self.names:
@@ -280,6 +282,7 @@ class ServerConfig:
             config = cls(
                 models=in_folder | named,
                 device_memory=_bytes("device_memory", file.device_memory),
+                preempt_after=file.preempt_after,
                 experts={name: _experts(table, folder) for name, table in file.experts.items()},
                 elastic={name: _elastic(name, table, folder) for name, table in file.elastic.items()},
                 host=file.host,
@@ -307,6 +310,7 @@ class _ServerFile(msgspec.Struct, kw_only=True):
     models: dict[str, ModelTable] = {}
     model_folder: str | None = None
     device_memory: int | str | None = None
+    preempt_after: float = ServerConfig.preempt_after
     experts: dict[str, ExpertsTable] = {}
     elastic: dict[str, ElasticTable] = {}
     host: str = ServerConfig.host

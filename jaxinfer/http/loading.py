@@ -28,7 +28,8 @@ def served_models(config: ServerConfig, events: "KVEvents | None" = None) -> Ser
 
     events: gets what their prefix caches have; None: nobody does.
     """
-    return ServedModels(_served(config, name, model, events) for name, model in config.models.items())
+    served = [_served(config, name, model, events) for name, model in config.models.items()]
+    return ServedModels(served, preempt_after=config.preempt_after)
 
 
 def _served(config: ServerConfig, name: str, model: ModelConfig, events: "KVEvents | None") -> ServedModel:

@@ -1,6 +1,8 @@
 """Which language models of a server have memory: those with requests, and of the others those worth most."""
 
+import functools
 import logging
+import math
 import queue
 import threading
 import time
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed for a model that was not loaded yet, to compare it with others."""
 
+PREEMPT_AFTER = 10.0
+"""Seconds that a request waits until running requests of another model are interrupted, unless a config says others."""
 END_SECONDS = 10.0
 """Seconds to wait at most for a model that is being woken up when the server ends."""
 
@@ -29,21 +33,24 @@ class Residency:
     """Wakes models that have requests, in the order in which these came, and has others sleep for them.
 
     The models that make room are those whose next use costs least: the seconds to wake one up, times its requests a
-    second, for each byte. Models with requests make room only if those without do not suffice. Their requests end
-    first; those that come meanwhile wait for their next turn, so no model starves.
+    second, for each byte. Models with requests make room only if those without do not suffice. Requests that come
+    meanwhile wait for their next turn. Running ones may end, but not for ever: they are interrupted, and go on at their
+    model's next turn, when another's request has waited for `preempt_after` seconds. A turn lasts at least as long as
+    its model took to wake up, so at most half of the time is spent on that.
 
     One thread does all this, one thing at a time. The server's routes give it work, too (`run`).
 
     Args:
       models: all models. Those that are not loaded yet are its own from `watch` on.
+      preempt_after: the seconds; None: running requests always end first.
 
     Attributes:
       switches: how many times a model was woken up.
       switch_seconds: what this took in all, making room included.
     """
 
-    def __init__(self, models: Iterable["ServedModel"]):
-        self._models = list(models)
+    def __init__(self, models: Iterable["ServedModel"], *, preempt_after: float | None = PREEMPT_AFTER):
+        self._models, self._preempt_after = list(models), preempt_after
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -146,19 +153,27 @@ class Residency:
 
         Raises NotLoadedError if there is no room beside pinned models; as `AsyncLLM.wake_up` does.
         """
-        llm = model.llm
+        llm, begun = model.llm, time.perf_counter()
         if not llm.is_sleeping:
             return
         try:
             for victim in self._victims(model):
-                if not self._make_room(victim, unless):
+                since = llm.waiting_since
+                wait = functools.partial(self._patience, victim, begun if since is None else since)
+                if not self._make_room(victim, wait, unless):
                     return
             begun = time.perf_counter()
             llm.wake_up()
-            model.load_seconds = time.perf_counter() - begun
+            model.woken(begun)
             self.switches += 1
         finally:
             free_spares()
+
+    def _patience(self, victim: "ServedModel", since: float) -> float:
+        """The seconds that running requests still have, while another has waited since then."""
+        if self._preempt_after is None:
+            return math.inf
+        return max(since + self._preempt_after, victim.turn_until) - time.perf_counter()
 
     def _victims(self, model: "ServedModel") -> list["ServedModel"]:
         """The models that sleep for another, in order. Raises NotLoadedError if all together are too small."""
@@ -170,7 +185,7 @@ class Residency:
         for other in sorted(self._candidates(model), key=lambda each: _worth(each, now)):
             if not lacking:
                 break
-            given = _awake(other).reserved
+            given = _loaded(other).reserved
             if any(given[budget] for budget in lacking):
                 lacking -= given
                 victims.append(other)
@@ -189,18 +204,17 @@ class Residency:
             if other is not model
             and not other.pinned
             and (llm := other.loaded) is not None
-            and not llm.is_sleeping
             and llm.can_sleep
+            and llm.reserved
         ]
 
-    def _make_room(self, victim: "ServedModel", unless: Callable[[], bool]) -> bool:
-        """Have a model sleep; return whether it does."""
-        llm = _awake(victim)
+    def _make_room(self, victim: "ServedModel", wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
+        """Have a model sleep; return whether it does. wait, unless: as of `AsyncLLM.sleep`."""
+        llm, host = _loaded(victim), host_budget()
         llm.on_waiting(self._notify)
-        host = host_budget()
-        weights = llm.model.bytes_per_device()
-        fits = host.free is None or host.free > weights
-        return llm.sleep(level=1 if llm.model.platform != "cpu" and fits else 2, unless=unless, hand_over=True)
+        keeps = llm.model.platform != "cpu" and not llm.is_sleeping  # its weights, in the host's memory
+        fits = host.free is None or host.free > llm.model.bytes_per_device()
+        return llm.sleep(level=1 if keeps and fits else 2, wait=wait, unless=unless, hand_over=True)
 
     def _unload_idle(self) -> None:
         """Unload the models that nobody has asked for their `ttl`."""
@@ -215,7 +229,7 @@ class Residency:
                 model.unload()
 
 
-def _awake(model: "ServedModel") -> "AsyncLLM":
+def _loaded(model: "ServedModel") -> "AsyncLLM":
     assert model.loaded is not None
     return model.loaded
 
@@ -225,7 +239,7 @@ def _worth(model: "ServedModel", now: float) -> tuple[bool, float, float]:
 
     The least recently used goes first of models that nobody has asked for lately.
     """
-    llm = _awake(model)
+    llm = _loaded(model)
     size = llm.needed.total()
     seconds = model.load_seconds or size / DISK_BYTES_PER_SECOND
     return llm.num_requests > 0, seconds * model.use.per_second(now) / size, model.use.last

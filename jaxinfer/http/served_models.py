@@ -14,7 +14,7 @@ from jaxinfer.fields import shown
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import check_names
 from jaxinfer.http.errors import BadRequestError
-from jaxinfer.http.residency import Residency
+from jaxinfer.http.residency import PREEMPT_AFTER, Residency
 from jaxinfer.http.turns import TurnMemory
 from jaxinfer.serving import NotLoadedError
 from jaxinfer.text.parsing import AnswerFormat
@@ -81,6 +81,7 @@ class ServedModel:
       use: how often it was asked.
       held: whether it sleeps until `/wake_up`, whoever asks.
       load_seconds: what the last load, or waking up, took; None before any.
+      turn_until: until when its requests are not interrupted for another model.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ServedModel:
         self.loads_adapter, self.turns, self.use = asyncio.Lock(), TurnMemory(), Use()
         self.held = False
         self.load_seconds: float | None = None
+        self.turn_until = 0.0
         self._load, self._llm, self._closed = load, None, False
         self._loading = threading.Lock()  # held while it is loaded
         self._lock = threading.Lock()  # `close` may come while another thread loads
@@ -134,6 +136,11 @@ class ServedModel:
     def fail(self, error: Exception) -> None:
         """Note that it cannot be loaded, or woken up, for a while."""
         self._error = error, time.perf_counter()
+
+    def woken(self, begun: float) -> None:
+        """Note that it has memory again, and when waking it up began, by `time.perf_counter`."""
+        now = time.perf_counter()
+        self.load_seconds, self.turn_until, self._error = now - begun, 2 * now - begun, None
 
     @property
     def retry_at(self) -> float | None:
@@ -237,16 +244,20 @@ class ModelChoice(NamedTuple):
 class ServedModels:
     """All models of a server. Requests find them by name; no name is ever a path.
 
+    Args:
+      models: the models.
+      preempt_after: as in `Residency`.
+
     Attributes:
       residency: decides which of them have memory.
 
     Raises ValueError unless all names are distinct.
     """
 
-    def __init__(self, models: Iterable[ServedModel]):
+    def __init__(self, models: Iterable[ServedModel], *, preempt_after: float | None = PREEMPT_AFTER):
         self._models, self._same = list(models), dict[str, ServedModel]()
         check_names(name for model in self._models for name in (model.name, *model.adapters))
-        self.residency = Residency(self._models)
+        self.residency = Residency(self._models, preempt_after=preempt_after)
         self._loading = dict[str, asyncio.Task[None]]()
 
     def __iter__(self) -> Iterator[ServedModel]:

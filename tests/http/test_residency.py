@@ -181,6 +181,35 @@ def test_the_first_come_first_though_another_is_busy(make):
     assert ended == [("long", 200), ("b", 200), ("a", 200)]
 
 
+def test_a_long_answer_does_not_hold_up_others(make, folders, expected):
+    """It is interrupted, and goes on: its text is what it is without an interruption."""
+    texts, _ = expected
+    server = make()
+    server.served.residency._preempt_after = 0.05
+    ended = []
+
+    async def ask(name, body, label):
+        answer = await server.ask(name, body)
+        ended.append(label)
+        return answer
+
+    async def main():
+        await server.ask("b")
+        _, alone = await server.ask("a", LONG)
+        collect = server.a.llm.engine.executor.collect
+        server.a.llm.engine.executor.collect = lambda step: (time.sleep(0.02), collect(step))[1]  # a slow answer
+        long = asyncio.ensure_future(ask("a", LONG, "long"))
+        while not server.a.llm.stats().running:
+            await asyncio.sleep(0.001)
+        other = await ask("b", BODY, "b")
+        return alone, other, await long
+
+    alone, other, long = run(main())
+    assert ended == ["b", "long"]
+    assert other == (200, texts["b"])
+    assert long == (200, alone)
+
+
 def test_a_pinned_model_stays(make, expected, caplog):
     texts, _ = expected
     server = make(a={"pinned": True})
@@ -259,11 +288,13 @@ def test_weights_that_cannot_be_read_fail_those_who_wait(make, expected, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(server.b.llm._loaded.weights, "load", fails)
             failed = await asyncio.gather(*(server.ask("b") for _ in range(3)))
-        other = await server.ask("a")
+        other, states = await server.ask("a"), [await server.states()]
         await asyncio.sleep(0.3)
-        return failed, other, await server.ask("b")
+        after = await server.ask("b")
+        return failed, other, after, [*states, await server.states()]
 
-    failed, other, after = run(main())
+    failed, other, after, states = run(main())
+    assert states == [["loaded", "failed", "unloaded"], ["sleeping", "loaded", "unloaded"]]
     assert [status for status, _ in failed] == [503] * 3
     assert "unreadable" in caplog.text
     assert other == (200, texts["a"])
@@ -319,6 +350,24 @@ def test_routes_that_change_models(make, expected):
     assert (asleep["state"], asleep["bytes"]) == ("sleeping", {})
     assert unloaded == {"model": "b", "state": "unloaded"}
     assert wrong == [400, 404, 400, 400]
+
+
+def test_weights_of_a_sleeping_model_make_room(make, expected, monkeypatch):
+    """At level 1 a CPU keeps them."""
+    texts, size = expected
+    server, budget = make(), host_budget()
+    monkeypatch.setattr(budget, "capacity", budget.reserved + int(1.2 * size))
+
+    async def main():
+        await server.admin("/wake_up?model=a")
+        _, asleep = await server.admin("/sleep?model=a&level=1")
+        answer = await server.ask("b")
+        return asleep, answer, (await server.admin("/running", "GET"))[1]["running"][0]
+
+    asleep, answer, after = run(main())
+    assert 0 < asleep["bytes"]["the host"] < size
+    assert answer == (200, texts["b"])
+    assert after["bytes"] == {}
 
 
 def test_a_client_that_leaves_needs_no_model(make, expected):

@@ -1,5 +1,6 @@
 """How a model that serves gives its memory back for a while, and keeps its requests waiting."""
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -41,16 +42,25 @@ class SleepingHolder(EngineHolder):
         """Whether `sleep` is implemented: its weights are not streamed."""
         return self._loaded.weights is not None
 
-    def sleep(self, *, level: int = 1, unless: Callable[[], bool] = lambda: False, hand_over: bool = False) -> bool:
+    def sleep(
+        self,
+        *,
+        level: int = 1,
+        wait: Callable[[], float] = lambda: math.inf,
+        unless: Callable[[], bool] = lambda: False,
+        hand_over: bool = False,
+    ) -> bool:
         """Free the memory of the KV cache and, on other devices than CPUs, of the weights; return whether it did.
 
-        It waits until the requests that have begun end. Others wait for `wake_up`, until their deadlines, and then end
-        with NotLoadedError. Cached prompts are forgotten.
+        Requests that have begun end first, or are interrupted after `wait`: they go on after `wake_up`, from the tokens
+        that they have. Others wait for `wake_up`, until their deadlines, and then end with NotLoadedError. Cached
+        prompts are forgotten.
 
         Args:
           level: 1 keeps the weights in the host's memory, where a CPU has them anyway; 2 frees that too, and reads them
             from disk to wake up.
-          unless: called again and again while it waits for requests; once it returns true, the model stays awake.
+          wait: called again and again while it waits for requests; returns the seconds to wait on at most.
+          unless: likewise; once it returns true, the model stays awake.
           hand_over: whether the memory is left for the next model that wakes up, which is faster than new memory.
 
         Raises ValueError for a model whose weights are streamed; ClosedError, DiedError.
@@ -59,7 +69,7 @@ class SleepingHolder(EngineHolder):
         with self._sleep_lock:
             if not self.can_sleep:
                 raise ValueError("sleep is not implemented for a model whose weights are streamed: close it.")
-            if not self.is_sleeping and not self._drained(unless):
+            if not self.is_sleeping and not self._drained(wait, unless):
                 self._decider.resume()
                 return False
             if level > self._sleep_level:
@@ -69,15 +79,18 @@ class SleepingHolder(EngineHolder):
             free_spares()
         return True
 
-    def _drained(self, unless: Callable[[], bool]) -> bool:
-        """Begin no more requests, and wait for those that have begun; return whether they have ended."""
-        drained = self._decider.pause()
+    def _drained(self, wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
+        """Begin no more requests, and wait for those that have begun; return whether they have ended, or wait, too."""
+        drained, halts = self._decider.pause(), False
         try:
-            while not drained.wait(INTERVAL):
+            while not drained.wait(INTERVAL if halts else max(0.0, min(wait(), INTERVAL))):
                 if not self._decider.loop.is_running:
                     raise self._end_error()
                 if unless():
                     return False
+                if not halts and wait() <= 0:
+                    self._decider.halt()
+                    halts = True
         except BaseException:  # Ctrl-C among them
             self._decider.resume()
             raise

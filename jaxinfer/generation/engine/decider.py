@@ -37,8 +37,8 @@ class RequestDecider(Decider[RequestTicket]):
 
     A request whose deadline passes, or that waits too long, ends with the step that runs then.
 
-    While it is paused, requests that have begun go on and others wait. Their waiting is not limited then, but by their
-    deadlines.
+    While it is paused, requests that have begun go on and others wait. Once it is halted, those that have begun wait,
+    too. Their waiting is not limited then, but by their deadlines.
 
     Attributes:
       on_waiting: called with the loop's lock when a request comes while it is paused.
@@ -59,7 +59,8 @@ class RequestDecider(Decider[RequestTicket]):
         self._aborts: list[RequestTicket] = []
         self._deadlines: list[tuple[float, str]] = []  # a heap, with the keys of tickets, which may have ended
         self._interrupted = self._compiles_others = False
-        self._paused = self._steps = False
+        self._paused = self._halting = self._steps = False
+        self._halted: float | None = None  # since when, on the loop's clock
         self._granted: list[RequestTicket] = []  # that arrived before it was paused
         self._drained = Event()
         self.on_waiting: Callable[[], None] = lambda: None
@@ -89,7 +90,11 @@ class RequestDecider(Decider[RequestTicket]):
             given_up, granted, self._granted = set(aborts), self._granted, []
             self._arrived = [ticket for ticket in arrived if ticket not in given_up]
             arrived = granted + [ticket for ticket in arrived if ticket in given_up]
-        self._steps = bool(arrived or aborts or self._engine.scheduler.sequences if self._paused else self.loop.tickets)
+        if self._halting:
+            self._arrived, self._aborts, self._steps = arrived + self._arrived, aborts + self._aborts, True
+            return [Work(self._halt)]
+        runs = self._engine.scheduler.sequences and self._halted is None
+        self._steps = bool(arrived or aborts or runs if self._paused else self.loop.tickets)
         return [Work(functools.partial(self._step, arrived, aborts))] if self._steps else ()
 
     @property
@@ -110,9 +115,17 @@ class RequestDecider(Decider[RequestTicket]):
         self.loop.wake()
         return self._drained
 
-    def resume(self) -> None:
-        """Begin requests again. From any thread."""
+    def halt(self) -> Event:
+        """Let those that have begun wait, too, after `pause`; return the event that they do. From any thread."""
         with self.loop.lock:
+            self._halting = not self._drained.is_set()
+        self.loop.wake()
+        return self._drained
+
+    def resume(self) -> None:
+        """Begin requests again, and go on with those that have begun. From any thread."""
+        with self.loop.lock:
+            self._halting, self._halted = False, None
             self._paused, self._arrived, self._granted = False, self._granted + self._arrived, []
             self.queue.resume(self.loop.clock())
         self.loop.wake()
@@ -121,19 +134,29 @@ class RequestDecider(Decider[RequestTicket]):
         if self._paused and not (self._granted or self._steps or self._engine.scheduler.sequences):
             self._drained.set()
 
+    def _halt(self) -> None:
+        """End the steps in flight, and give their results to the requests."""
+        self._deliver(dict.fromkeys(sequence.request_id for sequence in self._engine.drain()))
+
     def fail_waiting(self, error: ServingError) -> None:
         """End the requests that wait for `resume` with an error. From any thread."""
         with self.loop.lock:
-            for ticket in self._arrived:
+            waiting = self._arrived if self._halted is None else list(self.loop.tickets.values())
+            for ticket in waiting:
                 ticket.error = error
-            self._aborts += self._arrived
+            self._aborts += waiting
         self.loop.wake()
 
     @property
     def waiting_since(self) -> float | None:
-        """When the first request arrived that waits for `resume`, on the loop's clock; None: no request does."""
+        """Since when the first request waits for `resume`, on the loop's clock; None: no request does.
+
+        A request that had begun waits since it was halted.
+        """
         with self.loop.lock:
-            return self._arrived[0].arrived if self._paused and self._arrived else None
+            arrived = [self._arrived[0].arrived] if self._paused and self._arrived else []
+            halted = [] if self._halted is None or not self._engine.scheduler.sequences else [self._halted]
+            return min(arrived + halted, default=None)
 
     def _give_up_late(self, now: float) -> None:
         """Give up the requests whose deadline has passed."""
@@ -159,6 +182,9 @@ class RequestDecider(Decider[RequestTicket]):
         begun = [x for x in self.queue if x.key not in tickets or not (x in not_added or all(map(waits, x.sequences)))]
         self._aborts += self.queue.update(begun, done.ended, limited=not self._paused)
         self._steps = False
+        if self._halting:
+            self._halting, self._halted = False, done.ended
+            self._drained.set()
         self._note_drained()
 
     def cancel(self, ticket: RequestTicket) -> bool:

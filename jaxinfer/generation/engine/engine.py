@@ -162,6 +162,8 @@ class Engine:
         return self._take_advanced()
 
     def _step(self, max_passes: int | None) -> None:
+        if self._asleep:  # requests may be given up meanwhile
+            return
         depth = 0 if self.scheduler.needs_host_sync else self.executor.depth
         self._collect(depth)
         batch = self.scheduler.schedule(max_passes)
@@ -275,7 +277,10 @@ class Engine:
     # Sleep
 
     def sleep(self) -> None:
-        """Free the weights and the state on the devices; no prompt stays cached. No request may have begun."""
+        """Free the weights and the state on the devices; no prompt stays cached. No step may be in flight.
+
+        Requests that have begun go on after `wake_up`: they are computed again from the tokens that the host has.
+        """
         with self._lock, _Change(self):
             self._await_devices()
             self.scheduler.restart()

@@ -14,7 +14,7 @@ from jaxinfer import AsyncLLM, Embedder, SamplingParams
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.generation.execution import spares
 from jaxinfer.models.files.conversion import convert
-from jaxinfer.serving import ClosedError, NotLoadedError
+from jaxinfer.serving import ClosedError, DeadlineExceededError, NotLoadedError
 from jaxinfer.serving.budget import BudgetError, host_budget
 from jaxinfer.sharding import MeshConfig
 from tests.generation.api.test_embedding import GOLDEN
@@ -176,6 +176,66 @@ def test_requests_that_have_begun_end_first(llm):
     assert long.done()
     assert len(long.result().outputs[0].token_ids) == 100
     assert llm.is_sleeping
+
+
+def test_requests_that_run_are_interrupted_and_go_on(llm):
+    """Their texts are those of requests that nobody interrupts; one is given up meanwhile."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    llm.wake_up()
+    expected = [llm.submit(prompt, params).result(60).outputs[0].token_ids for prompt in ("abc", "xy")]
+    running = [llm.submit(prompt, params) for prompt in ("abc", "xy", "given up", "late")]
+    while llm.stats().running < 4:
+        time.sleep(0.001)
+    begun = time.perf_counter()
+    assert llm.sleep(level=2, wait=lambda: 0.0)
+    assert llm.is_sleeping
+    assert not any(future.done() for future in running)
+    assert llm.waiting_since > begun
+    running[2].cancel()
+    while llm.num_requests > 3:
+        time.sleep(0.001)
+    waiting = llm.submit("abc", params)
+    for _ in range(2):  # interrupted again, perhaps before they have begun
+        llm.wake_up()
+        llm.sleep(level=1, wait=lambda: 0.0)
+    llm.wake_up()
+    assert [future.result(60).outputs[0].token_ids for future in running[:2]] == expected
+    assert waiting.result(60).outputs[0].token_ids == expected[0]
+    assert len(running[3].result(60).outputs[0].token_ids) == 100
+    assert llm.waiting_since is None
+
+
+def test_a_stream_goes_on_after_an_interruption(llm):
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    llm.wake_up()
+    expected = llm.submit("abc", params).result(60).outputs[0].text
+
+    async def main():
+        pieces = []
+        async for piece in llm.generate("abc", params).text():
+            if not pieces:
+                await asyncio.to_thread(llm.sleep, level=2, wait=lambda: 0.0)
+                await asyncio.to_thread(llm.wake_up)
+            pieces.append(piece)
+        return "".join(pieces)
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == expected
+
+
+def test_interrupted_requests_have_deadlines_and_can_be_failed(llm):
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    llm.wake_up()
+    late, failed = llm.submit("abc", params, deadline=1.0), llm.submit("abc", params)
+    while llm.stats().running < 2:
+        time.sleep(0.001)
+    llm.sleep(level=2, wait=lambda: 0.0)
+    with pytest.raises(DeadlineExceededError) as raised:
+        late.result(60)
+    assert raised.value.output.outputs[0].token_ids is not None
+    llm.fail_waiting(NotLoadedError("gone"))
+    with pytest.raises(NotLoadedError, match="gone"):
+        failed.result(60)
+    assert llm.num_requests == 0
 
 
 def test_a_model_that_is_wanted_stays_awake(llm, monkeypatch, expected):
