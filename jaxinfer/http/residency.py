@@ -25,6 +25,8 @@ DISK_BYTES_PER_SECOND = 1e9
 
 PREEMPT_AFTER = 10.0
 """Seconds that a request waits until running requests of another model are interrupted, unless a config says others."""
+LONGEST_TURN = 30.0
+"""Seconds after which the running requests of a model may be interrupted in any case."""
 END_SECONDS = 10.0
 """Seconds to wait at most for a model that is being woken up when the server ends."""
 
@@ -36,7 +38,8 @@ class Residency:
     second, for each byte. Models with requests make room only if those without do not suffice. Requests that come
     meanwhile wait for their next turn. Running ones may end, but not for ever: they are interrupted, and go on at their
     model's next turn, when another's request has waited for `preempt_after` seconds. A turn lasts at least as long as
-    its model took to wake up, so at most half of the time is spent on that.
+    its model took to wake up, and twice as long as the last if requests were interrupted then, up to `LONGEST_TURN`. So
+    a request is interrupted a few times at most, however many models wait.
 
     One thread does all this, one thing at a time. The server's routes give it work, too (`run`).
 
@@ -173,7 +176,7 @@ class Residency:
         """The seconds that running requests still have, while another has waited since then."""
         if self._preempt_after is None:
             return math.inf
-        return max(since + self._preempt_after, victim.turn_until) - time.perf_counter()
+        return max(since + self._preempt_after, victim.woken_at + victim.turn_seconds) - time.perf_counter()
 
     def _victims(self, model: "ServedModel") -> list["ServedModel"]:
         """The models that sleep for another, in order. Raises NotLoadedError if all together are too small."""
@@ -214,7 +217,9 @@ class Residency:
         llm.on_waiting(self._notify)
         keeps = llm.model.platform != "cpu" and not llm.is_sleeping  # its weights, in the host's memory
         fits = host.free is None or host.free > llm.model.bytes_per_device()
-        return llm.sleep(level=1 if keeps and fits else 2, wait=wait, unless=unless, hand_over=True)
+        slept = llm.sleep(level=1 if keeps and fits else 2, wait=wait, unless=unless, hand_over=True)
+        victim.interruptions = victim.interruptions + 1 if llm.is_interrupted else 0
+        return slept
 
     def _unload_idle(self) -> None:
         """Unload the models that nobody has asked for their `ttl`."""

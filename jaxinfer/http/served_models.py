@@ -14,7 +14,7 @@ from jaxinfer.fields import shown
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import check_names
 from jaxinfer.http.errors import BadRequestError
-from jaxinfer.http.residency import PREEMPT_AFTER, Residency
+from jaxinfer.http.residency import LONGEST_TURN, PREEMPT_AFTER, Residency
 from jaxinfer.http.turns import TurnMemory
 from jaxinfer.serving import NotLoadedError
 from jaxinfer.text.parsing import AnswerFormat
@@ -81,7 +81,8 @@ class ServedModel:
       use: how often it was asked.
       held: whether it sleeps until `/wake_up`, whoever asks.
       load_seconds: what the last load, or waking up, took; None before any.
-      turn_until: until when its requests are not interrupted for another model.
+      woken_at: when it was woken up last, by `time.perf_counter`.
+      interruptions: how many of its last turns were interrupted.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ServedModel:
         self.loads_adapter, self.turns, self.use = asyncio.Lock(), TurnMemory(), Use()
         self.held = False
         self.load_seconds: float | None = None
-        self.turn_until = 0.0
+        self.woken_at, self.interruptions = 0.0, 0
         self._load, self._llm, self._closed = load, None, False
         self._loading = threading.Lock()  # held while it is loaded
         self._lock = threading.Lock()  # `close` may come while another thread loads
@@ -140,7 +141,12 @@ class ServedModel:
     def woken(self, begun: float) -> None:
         """Note that it has memory again, and when waking it up began, by `time.perf_counter`."""
         now = time.perf_counter()
-        self.load_seconds, self.turn_until, self._error = now - begun, 2 * now - begun, None
+        self.load_seconds, self.woken_at, self._error = now - begun, now, None
+
+    @property
+    def turn_seconds(self) -> float:
+        """The seconds from `woken_at` in which its requests are not interrupted for another model."""
+        return min((self.load_seconds or 0.0) * 2**self.interruptions, LONGEST_TURN)
 
     @property
     def retry_at(self) -> float | None:

@@ -210,6 +210,21 @@ def test_a_long_answer_does_not_hold_up_others(make, folders, expected):
     assert long == (200, alone)
 
 
+def test_interruptions_do_not_eat_up_the_time(make, expected):
+    """Many long answers of three models, whose turns are short: each turn after an interruption is twice as long."""
+    server = make()
+    server.served.residency._preempt_after = 0.001
+
+    async def main():
+        answers = await asyncio.gather(*(server.ask(name, LONG) for name in NAMES * 3))
+        return answers, server.served.residency.switches
+
+    answers, switches = run(main())
+    assert [status for status, _ in answers] == [200] * 9
+    assert answers[:3] == answers[3:6] == answers[6:]
+    assert switches < 60
+
+
 def test_a_pinned_model_stays(make, expected, caplog):
     texts, _ = expected
     server = make(a={"pinned": True})

@@ -38,6 +38,11 @@ class SleepingHolder(EngineHolder):
         return self._sleep_level > 0
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether it sleeps with requests that have begun."""
+        return self._decider.is_halted
+
+    @property
     def can_sleep(self) -> bool:
         """Whether `sleep` is implemented: its weights are not streamed."""
         return self._loaded.weights is not None

@@ -134,6 +134,11 @@ class RequestDecider(Decider[RequestTicket]):
         if self._paused and not (self._granted or self._steps or self._engine.scheduler.sequences):
             self._drained.set()
 
+    @property
+    def is_halted(self) -> bool:
+        """Whether requests that had begun wait for `resume`."""
+        return self._halted is not None and bool(self._engine.scheduler.sequences)
+
     def _halt(self) -> None:
         """End the steps in flight, and give their results to the requests."""
         self._deliver(dict.fromkeys(sequence.request_id for sequence in self._engine.drain()))
@@ -155,7 +160,7 @@ class RequestDecider(Decider[RequestTicket]):
         """
         with self.loop.lock:
             arrived = [self._arrived[0].arrived] if self._paused and self._arrived else []
-            halted = [] if self._halted is None or not self._engine.scheduler.sequences else [self._halted]
+            halted = [self._halted] if self._halted is not None and self.is_halted else []
             return min(arrived + halted, default=None)
 
     def _give_up_late(self, now: float) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,13 +110,15 @@ async def query(
     ]
     until = Until(options.latency)
 
-    async def answer(given: tuple[str, Source]) -> dict[str, Any]:
-        image = await threads.run(functools.partial(_prepare, service, *given, limits.max_image_pixels))
+    def prepare(given: tuple[str, Source]) -> Awaitable[np.ndarray]:
+        return threads.run(functools.partial(_prepare, service, *given, limits.max_image_pixels))
+
+    async def answer(_: tuple[str, Source], image: np.ndarray) -> dict[str, Any]:
         left = max(0.0, until.seconds_left)  # late queries are shed, and counted so
         answer = await service.submit(image, options.task, deadline=left, utility=options.utility)
         return _described(answer, labels)
 
-    results = await results_of(sources, answer)
+    results = await results_of(sources, prepare, answer)
     return answer_of("elastic.answers", served.name, results, task=options.task)
 
 

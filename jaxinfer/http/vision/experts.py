@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -131,15 +131,17 @@ async def infer(
     deadlines = [each for each in (options.deadline, limits.timeout) if each is not None]
     until = Until(min(deadlines)) if deadlines else None
 
-    async def judge(given: Given) -> dict[str, Any]:
-        prepared = await threads.run(functools.partial(_prepare, system, given, limits.max_image_pixels))
+    def prepare(given: Given) -> Awaitable[Prepared]:
+        return threads.run(functools.partial(_prepare, system, given, limits.max_image_pixels))
+
+    async def judge(given: Given, prepared: Prepared) -> dict[str, Any]:
         try:
             future = system.submit(given.kind, prepared.value, deadline=None if until is None else until.check())
         except InvalidInputError as error:
             raise BadRequestError(f"{given.place}: {error}", param=given.place) from error
         return _described(system, given, prepared, await future)
 
-    return answer_of("experts.results", served.name, await results_of(checked, judge))
+    return answer_of("experts.results", served.name, await results_of(checked, prepare, judge))
 
 
 def _prepare(system: System, given: Given, max_pixels: int) -> Prepared:

@@ -41,14 +41,24 @@ def check_count(name: str, given: Sequence[object], limits: Limits) -> None:
         raise BadRequestError(f"{name} has {len(given)}; a request may have {limits.max_inputs}.", param=name)
 
 
-async def results_of[Item](
-    items: Sequence[Item], work: Callable[[Item], Awaitable[dict[str, Any]]]
+async def results_of[Item, Ready](
+    items: Sequence[Item],
+    prepare: Callable[[Item], Awaitable[Ready]],
+    work: Callable[[Item, Ready], Awaitable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Do work on all items at a time; return a result of each, or its error.
+    """Prepare all items, then do the work on all at a time; return a result of each, or its error.
 
-    An error does not concern the others; if there is no result at all, the first error is raised.
+    The work begins together, so that it can be done in large batches. An error does not concern the others; if there is
+    no result at all, the first error is raised.
     """
-    made = await asyncio.gather(*map(work, items), return_exceptions=True)
+    prepared = await asyncio.gather(*map(prepare, items), return_exceptions=True)
+
+    async def finish(item: Item, ready: Ready | BaseException) -> dict[str, Any]:
+        if isinstance(ready, BaseException):
+            raise ready
+        return await work(item, ready)
+
+    made = await asyncio.gather(*map(finish, items, prepared), return_exceptions=True)
     errors = [each for each in made if isinstance(each, BaseException)]
     if len(errors) == len(items):
         raise errors[0]
