@@ -101,7 +101,7 @@ class Server:
 
     def metric(self, name):
         """The sum of a metric's samples."""
-        lines = [line for line in self.get("/metrics").splitlines() if line.partition("{")[0] == name]
+        lines = [line for line in self.get("/metrics").splitlines() if line.replace("{", " ").split(" ")[0] == name]
         return sum(float(line.split()[-1]) for line in lines)
 
     def until_idle(self):

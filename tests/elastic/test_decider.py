@@ -271,8 +271,9 @@ class Clock:
         self.now, self.reads = 0.0, 0
 
     def __call__(self):
-        self.reads += 1
-        return self.now
+        now = self.now
+        self.reads += 1  # last: whoever has waited for it may move the clock
+        return now
 
 
 def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
