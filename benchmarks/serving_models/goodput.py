@@ -31,7 +31,6 @@ TTFT_MS, SHARE = 2000.0, 0.95
 RATES = (0.2, 0.3, 0.4, 0.55, 0.75, 1.0, 1.4, 2.0)
 BURST = 16
 MAX_BATCH, CONTEXT = 8, 1024
-PREEMPT_AFTER = 0.5
 Complete = Callable[[str, LoadRequest, float], Awaitable[RequestRecord]]
 Load = list[tuple[str, LoadRequest]]
 
@@ -79,7 +78,7 @@ def figures(records: list[RequestRecord]) -> dict[str, Any]:
 def one_server(models: dict[str, Path], room: int) -> Server:
     """Our server, with the models on demand."""
     port = free_port()
-    lines = [f"port = {port}", f"device_memory = {room}", f"preempt_after = {PREEMPT_AFTER}"]
+    lines = [f"port = {port}", f"device_memory = {room}"]
     for name, path in models.items():
         lines += [f"[models.{name}]", f'path = "{path}"', 'dtype = "float32"', "on_demand = true"]
         lines += [f"max_batch = {MAX_BATCH}", f"context = {CONTEXT}"]
