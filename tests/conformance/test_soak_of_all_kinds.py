@@ -79,6 +79,7 @@ class Load:
                 await asyncio.sleep(min(2, seconds / 100))
         for name in NAMES:
             (await self.http.post(f"/unload?model={name}")).raise_for_status()
+        await self.http.aclose()
         return samples
 
 
