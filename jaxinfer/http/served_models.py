@@ -125,6 +125,7 @@ class ServedModel:
                 llm = self._load(asleep)
             except Exception as error:
                 self.fail(error)
+                self.on_demand = True  # a later request tries again
                 raise
             self.use.last = time.perf_counter()  # its `ttl` begins now
             with self._lock:

@@ -504,6 +504,7 @@ def test_of_several_models_one_may_fail_at_the_start(folders, tmp_path, caplog):
 
     assert run(main()) == (200, 200)
     assert "none is not served" in caplog.text
+    assert models.find("none").model.on_demand  # a later request tries again
     models.close(drain=False)
     alone = ServerConfig(models={"none": ModelConfig(path=Path(tmp_path / "none"))})
     with pytest.raises(ValueError, match="no such directory"):

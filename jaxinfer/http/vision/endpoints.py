@@ -1,7 +1,6 @@
 """The endpoints of experts and elastic services."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,9 +15,6 @@ from jaxinfer.http.vision.elastic import RegisterBody, describe_task, query, rea
 from jaxinfer.http.vision.experts import describe_system, infer, read_infer
 from jaxinfer.http.vision.images import ImageThreads
 from jaxinfer.http.vision.served import ServedOnes, ServedService, ServedSystem
-
-if TYPE_CHECKING:
-    pass
 
 
 class VisionEndpoints:
