@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import pytest
 
@@ -27,6 +28,8 @@ def few_programs():
         buckets = buckets_of(config, platform, **options).largest
         return OneSize(**{field.name: getattr(buckets, field.name) for field in dataclasses.fields(buckets)})
 
+    # Not a function: programs would not be kept for other engines. They do not depend on it, but on sizes.
+    replacement = functools.partial(largest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.execution.plan.buckets_of", largest)
+        patch.setattr("jaxinfer.generation.execution.plan.buckets_of", replacement)
         yield
