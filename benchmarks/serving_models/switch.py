@@ -27,8 +27,9 @@ class Switching:
     """Three models in one process, with room for one and a half."""
 
     def __init__(self, models: dict[str, Path]):
+        options = {"context": 1024, "compile_ahead": True}  # no compiler runs beside what is timed
         self.served = [
-            ServedModel(name, lambda asleep, path=path: AsyncLLM(path, asleep=asleep, context=1024), on_demand=True)
+            ServedModel(name, lambda asleep, path=path: AsyncLLM(path, asleep=asleep, **options), on_demand=True)
             for name, path in models.items()
         ]
         self.models = ServedModels(self.served)
