@@ -131,16 +131,13 @@ class KVEvents:
         self.close()
 
     def watch(self, llm: AsyncLLM) -> None:
-        """Publish the events of a model that takes no requests yet, and of no other.
+        """Publish the events of a model that takes no requests yet. The one before, if there was one, is closed.
 
         Raises ValueError if it has no prefix cache.
         """
         config = llm.engine.config
         if not isinstance(config, EngineConfig) or not config.prefix_caching:
             raise ValueError("kv_events needs a model that generates, with prefix_caching; leave kv_events out.")
-        for lane in self._lanes:  # of the same model, when it was loaded before
-            lane.pool.listener = None
-            lane.cleared()
         self._medium = "CPU" if llm.model.platform == "cpu" else "GPU"
         self._lanes = [_Lane(pool, self._changes) for pool in llm.engine.scheduler.pools]
         for lane in self._lanes:

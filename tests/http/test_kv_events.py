@@ -21,8 +21,11 @@ pytest.importorskip("starlette")
 import zmq
 
 from jaxinfer import AsyncLLM, MeshConfig, SamplingParams, http
-from jaxinfer.http.config import KVEventsConfig
+from jaxinfer.http.config import KVEventsConfig, ModelConfig, ServerConfig
 from jaxinfer.http.kv_events import END, KVEvents
+from jaxinfer.http.limits import Limits
+from jaxinfer.http.loading import load_models, served_models
+from jaxinfer.http.server import make_app
 from tests.cli.test_serve import answers, ask, free_port, until
 from tests.generation.conftest import PLAIN, SMALL, SMALL_BYTES
 from tests.generation.few_programs import few_programs
@@ -192,6 +195,36 @@ def test_a_step_that_fails_clears_all(llm, tmp_path, monkeypatch):
         llm.submit([*SHARED, 5], PARAMS).result()
         subscriber.read()
         assert {*subscriber.blocks.values()} == cached(llm) != set()
+
+
+def test_an_unloaded_model_has_no_blocks(model_dir, tmp_path):
+    endpoints = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
+    options = {"cache_bytes": SMALL_BYTES, **SMALL}
+    config = ServerConfig(
+        models={"tiny": ModelConfig(path=model_dir, options=options)},
+        kv_events=KVEventsConfig(endpoint=endpoints[0], replay_endpoint=endpoints[1]),
+    )
+    with few_programs(), KVEvents(config.kv_events, "tiny", host="127.0.0.1", port=8000) as events:
+        models = served_models(config, events)
+        client, known = Client(make_app(models, Limits())), []
+
+        async def ask_and_unload():
+            with subscriber_that_missed_all(tmp_path) as subscriber:
+                for _ in range(2):  # the second one loads it again
+                    assert await complete(client, [*SHARED, 1]) == 0
+                    await asyncio.to_thread(subscriber.read)
+                    subscriber.catch_up()
+                    assert {*subscriber.blocks.values()} == cached(models.find("tiny").model.llm) != set()
+                    assert (await client.post("/unload", {})).status == 200
+                    await asyncio.to_thread(subscriber.read)
+                    known.append((subscriber.blocks, subscriber.kinds[-1]))
+
+        try:
+            load_models(config, models)
+            asyncio.run(ask_and_unload())
+        finally:
+            models.close(drain=False)
+    assert known == [({}, "AllBlocksCleared")] * 2
 
 
 @pytest.mark.slow

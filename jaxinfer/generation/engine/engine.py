@@ -264,6 +264,8 @@ class Engine:
             try:
                 self._await_devices()
                 self._executor = None
+                for pool in self.scheduler.pools:  # so that nobody takes prompts for cached
+                    pool.clear()
             finally:
                 self._lock.release()
 
