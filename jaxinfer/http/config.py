@@ -17,7 +17,7 @@ from jaxinfer.fields import AtLeast1, NotNegative, Positive, Size, check_fields,
 from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
 from jaxinfer.hub import HubName, model_in_file
-from jaxinfer.sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig, MeshFile
 from jaxinfer.streaming.config import parse_bytes
 from jaxinfer.text.parsing.families import check_parsers
 from jaxinfer.toml_files import check_table, reading_toml
@@ -123,6 +123,13 @@ class ModelConfig:
             raise ValueError(f"on_demand is not implemented with weights={weights!r}: leave one of them out.")
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         check_folders("adapter folder", self.adapter_folders)
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether its weights may be streamed, by its options or those of its mesh's file. Then it cannot sleep."""
+        mesh = self.options.get("mesh")
+        written = mesh.memory if isinstance(mesh, MeshFile) else {}
+        return self.options.get("weights", written.get("weights", "device")) != "device"
 
     @property
     def load_options(self) -> dict[str, Any]:

@@ -108,9 +108,8 @@ def _opened(model: ModelConfig) -> OpenedModel | None:
 
 def _load(source: str | None, name: str, model: ModelConfig, events: "KVEvents | None", asleep: bool) -> AsyncLLM:
     """Load a model; an error names its table in the file, and options as they are written there."""
-    asleep = asleep and model.options.get("weights", "device") == "device"  # others cannot sleep
     with naming_table(source, f"models.{name}"):
-        llm = AsyncLLM(**model.load_options, asleep=asleep)
+        llm = AsyncLLM(**model.load_options, asleep=asleep and not model.streams_weights)
     if model.chat_template is not None and llm.tokenizer is not None:
         llm.tokenizer.chat_templates.use(model.chat_template)
     if events is not None:

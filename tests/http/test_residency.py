@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.serving.budget import host_budget
+from jaxinfer.sharding import MeshFile
 from tests.generation.conftest import PAGE_BYTES, PLAIN
 from tests.generation.few_programs import few_programs
 from tests.tiny import save_tiny
@@ -488,6 +489,22 @@ def test_the_same_files_are_loaded_once(folders, tmp_path):
     models = models_of(other)
     with pytest.raises(ValueError, match="same: has the files of 'a', which would be loaded twice"):
         load_models(other, models)
+
+
+@pytest.mark.parametrize("options", [{"weights": "host"}, {"mesh": MeshFile(memory={"weights": "host"})}])
+def test_streamed_weights_are_loaded_again_after_unload(folders, options):
+    given = ServerConfig(models={"a": ModelConfig(path=folders["a"], options=PLAIN | options)})
+    models = models_of(given)
+    load_models(given, models)
+    client = Client(make_app(models, Limits()))
+
+    async def main():
+        unloaded = await client.ask("POST", "/unload", query="model=a")
+        return unloaded.status, (await client.post("/v1/completions", BODY | {"model": "a"})).status
+
+    assert run(main()) == (200, 200)
+    assert not models.find("a").model.llm.can_sleep
+    models.close(drain=False)
 
 
 def test_of_several_models_one_may_fail_at_the_start(folders, tmp_path, caplog):
