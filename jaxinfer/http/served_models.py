@@ -330,7 +330,8 @@ class ServedModels:
         """
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.shield(self._begin_loading(model))
+                while model.loaded is None and model.retry_at is None:  # it may be unloaded as soon as it has loaded
+                    await asyncio.shield(self._begin_loading(model))
         except TimeoutError:
             raise NotLoadedError(f"the model {model.name!r} was not loaded in time; try again later.") from None
 

@@ -289,6 +289,26 @@ def test_a_model_that_fails_harms_no_other(make, expected, monkeypatch, caplog):
     assert after == (200, texts["b"])
 
 
+def test_a_request_waits_for_a_model_that_is_unloaded_as_soon_as_it_has_loaded(make, expected):
+    (texts, _), server, began = expected, make(), threading.Event()
+    load = server.a._load
+
+    def slowly(asleep):
+        began.set()
+        time.sleep(0.3)
+        return load(asleep)
+
+    server.a._load = slowly
+
+    async def main():
+        asked = asyncio.create_task(server.ask("a"))
+        await asyncio.to_thread(began.wait)
+        unloaded, _ = await server.admin("/unload?model=a")
+        return unloaded, await asked
+
+    assert run(main()) == (200, (200, texts["a"]))
+
+
 def test_weights_that_cannot_be_read_fail_those_who_wait(make, expected, monkeypatch, caplog):
     texts, _ = expected
     server = make()
