@@ -5,6 +5,7 @@ strictly: no bool is a number, no text is one, an int may be a float.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -94,6 +95,8 @@ def _description(kind: Any) -> str:
         return next(text for text in reversed(described) if text)
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " or ".join(repr(member.value) for member in kind)
     if get_origin(kind) in (list, tuple):
         return f"a list, of which each is {_description(get_args(kind)[0])}"
     if type(None) in get_args(kind):

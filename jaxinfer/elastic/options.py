@@ -73,8 +73,8 @@ class ServiceConfig:
     kernels: bool = True
 
     def __post_init__(self) -> None:
-        numbers = ("max_batch", "max_tasks", "max_classes", "max_waiting", "kernels")
-        check_fields(self, *numbers, where="Service", error=ElasticError)
+        names = ("prompt_mode", "schedule", "max_batch", "max_tasks", "max_classes", "max_waiting", "kernels")
+        check_fields(self, *names, where="Service", error=ElasticError)
         check_fields(self, "merge_levels", where="Service", error=LevelError)
 
     @classmethod
@@ -95,7 +95,7 @@ class ServiceConfig:
         return Levels(
             config=config,
             merge_levels=tuple(sorted(set(self.merge_levels))),
-            prompt_mode=PromptMode(self.prompt_mode),
-            forced=None if self.schedule is None else MergeSchedule(self.schedule),
+            prompt_mode=self.prompt_mode,
+            forced=self.schedule,
             schedules={},
         )

@@ -178,7 +178,8 @@ def test_a_task_without_these_prompts(vit, registered, options, tmp_path):
         ),
         ({"merge_levels": (-4, 2)}, r"merge_levels must be < 0, got \[2\]"),
         ({"max_batch": 0}, "Service.max_batch must be an integer >= 1, below .*, got 0"),
-        ({"prompt_mode": "keep"}, "'keep' is not a valid PromptMode"),
+        ({"prompt_mode": "keep"}, "Service.prompt_mode must be 'replace' or 'accumulate', got 'keep'"),
+        ({"schedule": "fast"}, "Service.schedule must be 'constant' or 'decreasing' or None, got 'fast'"),
         ({"device_memory": "much"}, "device_memory must be bytes or a size"),
     ],
 )
