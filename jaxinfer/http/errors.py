@@ -24,6 +24,7 @@ from jaxinfer.text.chat_template import ChatOptions
 log = logging.getLogger(__name__)
 
 _OWNER = re.compile(r"^(SamplingParams|StructuredOutputsParams|PoolingParams)\.(\w+)")
+_HOLDER = re.compile(r"^This \w+")  # a class of ours, which clients do not know
 _WORD = re.compile(r"^\w+")
 _OPTIONS = (
     {field.name for field in dataclasses.fields(SamplingParams)} | ChatOptions.__annotations__.keys() | {"messages"}
@@ -85,7 +86,8 @@ def describe(error: Exception, content: str | None = None) -> tuple[int, ErrorBo
             wait = LOADING_SECONDS if error.retry_after is None else max(1, math.ceil(error.retry_after))
             return 503, _body(str(error), "server_error", None, "loading"), {"Retry-After": str(wait)}
         case ClosedError() | DiedError():
-            return 503, _body(str(error), "server_error", None, "unavailable"), {"Retry-After": "1"}
+            message = _HOLDER.sub("The model", str(error))
+            return 503, _body(message, "server_error", None, "unavailable"), {"Retry-After": "1"}
         case LoadError():  # whose text has paths
             log.error("An expert cannot be loaded: %s", error)
             return (

@@ -172,7 +172,8 @@ def _register(served: ServedService, body: RegisterBody) -> dict[str, Any]:
         if len(service.tasks) == 1:  # the service had none to be prepared for
             prepared(service)
     except TaskExistsError as error:
-        raise BadRequestError(str(error), param="task", status=409, code="task_exists") from error
+        message = f"a task {body.task!r} is registered; set new_version, or choose another name."
+        raise BadRequestError(message, param="task", status=409, code="task_exists") from error
     except BudgetError as error:
         raise BadRequestError(str(error), status=507, code="insufficient_memory") from error
     except BadRequestError:

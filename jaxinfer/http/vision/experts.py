@@ -95,6 +95,8 @@ async def read_infer(request: Request, limits: Limits) -> tuple[InferOptions, Se
         return body, body.inputs
     form = await read_form(request, limits, InferOptions, ["kind"])
     kinds, images = form.lists["kind"], form.images
+    if not kinds:
+        raise BadRequestError("kind is missing; give one for all images, or one for each.", param="kind")
     if len(kinds) not in (1, len(images)):
         raise BadRequestError(
             f"kind comes {len(kinds)} times; give one for all images, or one for each of {len(images)}.", param="kind"
