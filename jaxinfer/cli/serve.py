@@ -132,9 +132,9 @@ def serve(
             _run(_given(ctx, keys), listening)
     else:
         _refuse_others(ctx, model)
-        from jaxinfer.http.config import ServerConfig
+        from jaxinfer.http.config_file import read_config
 
-        served = ServerConfig.read(model[0], **keys)
+        served = read_config(model[0], **keys)
         with listen(served.host, served.port) as listening:
             _run(served, listening)
 

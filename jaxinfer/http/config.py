@@ -1,26 +1,20 @@
-"""The config of a server: its address, its limits, and what it serves with its options; read from a TOML file."""
+"""The config of a server: its address, its limits, and what it serves with its options."""
 
 import contextlib
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Required, Self, TypedDict
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from jaxinfer.checkpoints.single_file import SINGLE_FILE
 from jaxinfer.elastic.options import ServiceOptions
 from jaxinfer.fields import AtLeast1, NotNegative, Positive, Size, check_fields, shown
-from jaxinfer.generation.engine.config import EngineOptions
 from jaxinfer.http.limits import Limits
-from jaxinfer.hub import HubName, model_in_file
-from jaxinfer.sharding import MeshConfig, MeshFile
-from jaxinfer.streaming.config import parse_bytes
+from jaxinfer.hub import HubName
+from jaxinfer.sharding import MeshFile
 from jaxinfer.text.parsing.families import check_parsers
-from jaxinfer.toml_files import check_table, reading_toml
 
 MAX_ADAPTERS = 8
 """`max_adapters` of a model that loads adapters later, unless its options say another."""
@@ -29,66 +23,6 @@ MAX_QUEUE_TIME = 30.0
 """`max_queue_time` of a model, unless its options say another."""
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="an integer in [1, 65535]")]
-
-
-class ModelTable(EngineOptions, total=False):
-    """A model's table in a file: the options of `AsyncLLM`, by the same names."""
-
-    path: Required[str]
-    adapter_folders: list[str]
-    adapters: dict[str, str]
-    cache_bytes: int
-    chat_template: str
-    compile_ahead: bool
-    context: int
-    device_memory: int | str
-    dtype: str
-    host_memory: int | str
-    layer_files: str
-    max_batch: int
-    max_queue_time: float
-    max_requests: int
-    max_waiting: int
-    mesh: dict[str, Any]
-    on_demand: bool
-    pinned: bool
-    prefetch: int
-    quantize: str
-    reasoning_parser: str
-    tool_call_parser: str
-    trust_request_chat_template: bool
-    ttl: float
-    weights: str
-
-
-class ExpertsTable(TypedDict, total=False):
-    """The table of a system of experts in a file."""
-
-    config: Required[str]
-    mode: str
-    image_folders: list[str]
-
-
-class ElasticTable(TypedDict, total=False):
-    """The table of an elastic service in a file: the options of `Service` that are no functions, by the same names."""
-
-    path: Required[str]
-    repository: str
-    image_folders: list[str]
-    dataset_folders: list[str]
-    merge_levels: list[int]
-    prompt_mode: str
-    schedule: str
-    max_batch: int
-    max_tasks: int
-    max_classes: int
-    max_waiting: int
-    device_memory: int | str
-    kernels: bool
-
-
-_TABLES = {"models": ModelTable, "experts": ExpertsTable, "elastic": ElasticTable}
-"""The tables of a file, each of many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,149 +195,6 @@ class ServerConfig:
         """The names of all that it serves."""
         return [*self.models, *self.experts, *self.elastic]
 
-    @classmethod
-    def read(
-        cls, path: str | os.PathLike[str], *, api_keys: tuple[str, ...] = (), admin_keys: tuple[str, ...] = ()
-    ) -> Self:
-        """Read a TOML file; its paths are relative to its folder.
-
-        Args:
-          api_keys: as in `Limits`; a file has none.
-          admin_keys: as in `Limits`; a file has none.
-
-        Raises ValueError, naming the file.
-        """
-        with reading_toml(path, "a server") as content:
-            check_table("the file", content, _ServerFile.__struct_fields__)
-            for what, kind in _TABLES.items():
-                tables = content.get(what)
-                for name, table in tables.items() if isinstance(tables, dict) else ():
-                    check_table(f"{what}.{name}", table, kind.__annotations__)
-            if "kv_events" in content:
-                fields = [field.name for field in dataclasses.fields(KVEventsConfig)]
-                check_table("kv_events", content["kv_events"], fields)
-            file = msgspec.convert(content, _ServerFile)
-            folder = Path(path).parent
-            in_folder = {} if file.model_folder is None else _models_in(folder / file.model_folder)
-            named = {name: _model(name, table, folder) for name, table in file.models.items()}
-            config = cls(
-                models=in_folder | named,
-                device_memory=_bytes("device_memory", file.device_memory),
-                preempt_after=file.preempt_after,
-                experts={name: _experts(table, folder) for name, table in file.experts.items()},
-                elastic={name: _elastic(name, table, folder) for name, table in file.elastic.items()},
-                host=file.host,
-                port=file.port,
-                access_log=file.access_log if file.access_log in (None, "-") else str(folder / file.access_log),
-                drain_timeout=file.drain_timeout,
-                otlp_endpoint=file.otlp_endpoint,
-                keep_billing_header=file.keep_billing_header,
-                kv_events=file.kv_events,
-                limits=Limits(
-                    api_keys=api_keys,
-                    admin_keys=admin_keys,
-                    cors_origins=tuple(file.cors_origins),
-                    timeout=file.timeout,
-                    max_body_bytes=file.max_body_bytes,
-                    max_inputs=file.max_inputs,
-                    max_image_pixels=file.max_image_pixels,
-                ),
-                source=str(path),
-            )
-        return config
-
-
-class _ServerFile(msgspec.Struct, kw_only=True):
-    models: dict[str, ModelTable] = {}
-    model_folder: str | None = None
-    device_memory: int | str | None = None
-    preempt_after: float = ServerConfig.preempt_after
-    experts: dict[str, ExpertsTable] = {}
-    elastic: dict[str, ElasticTable] = {}
-    host: str = ServerConfig.host
-    port: int = ServerConfig.port
-    access_log: str | None = ServerConfig.access_log
-    drain_timeout: float = ServerConfig.drain_timeout
-    otlp_endpoint: str | None = ServerConfig.otlp_endpoint
-    keep_billing_header: bool = ServerConfig.keep_billing_header
-    kv_events: KVEventsConfig | None = ServerConfig.kv_events
-    cors_origins: list[str] = []
-    timeout: float | None = Limits.timeout
-    max_body_bytes: int = Limits.max_body_bytes
-    max_inputs: int = Limits.max_inputs
-    max_image_pixels: int = Limits.max_image_pixels
-
-
-def _model(name: str, table: ModelTable, folder: Path) -> ModelConfig:
-    """Make a model's config of its table, with its paths from the file's folder."""
-    options: dict[str, Any] = dict(table)
-    path = model_in_file(f"models.{name}.path", options.pop("path"), folder)
-    if "adapters" in options:
-        options["adapters"] = {adapter: folder / place for adapter, place in options["adapters"].items()}
-    if "layer_files" in options:
-        options["layer_files"] = folder / options["layer_files"]
-    if "mesh" in options:
-        options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"models.{name}.mesh")
-    folders = _folders(options.pop("adapter_folders", ()), folder)
-    others = ("tool_call_parser", "reasoning_parser", "on_demand", "pinned", "ttl")
-    given = {option: options.pop(option) for option in others if option in options}
-    if "chat_template" in options:
-        given["chat_template"] = _text(folder / options.pop("chat_template"))
-    return ModelConfig(path=path, options=options, adapter_folders=folders, **given)
-
-
-def _text(file: Path) -> str:
-    """The text of a chat template's file. Raises ValueError."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"chat_template {file}: {error.strerror}; name a Jinja file.") from error
-
-
-def _bytes(name: str, value: int | str | None) -> int | None:
-    return None if value is None else parse_bytes(name, value)
-
-
-def _models_in(folder: Path) -> dict[str, ModelConfig]:
-    """The models in a folder, by the names of their directories and GGUF files; they are loaded on demand.
-
-    Raises ValueError for a directory that is no model.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"model_folder {folder}: no such directory.")
-    models = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or (path.is_file() and path.suffix != ".gguf"):
-            continue
-        if path.is_dir() and not any((path / name).is_file() for name in ("config.json", SINGLE_FILE)):
-            raise ValueError(f"model_folder {folder}: {path.name} is no model directory; move it elsewhere.")
-        models[path.stem if path.is_file() else path.name] = ModelConfig(path=path, on_demand=True)
-    return models
-
-
-def _experts(table: ExpertsTable, folder: Path) -> ExpertsConfig:
-    """Make a system's config of its table, with its paths from the file's folder."""
-    images = _folders(table.get("image_folders", []), folder)
-    return ExpertsConfig(config=folder / table["config"], mode=table.get("mode"), image_folders=images)
-
-
-def _elastic(name: str, table: ElasticTable, folder: Path) -> ElasticConfig:
-    """Make a service's config of its table, with its paths from the file's folder."""
-    options: dict[str, Any] = dict(table)
-    repository = options.pop("repository", None)
-    return ElasticConfig(
-        path=model_in_file(f"elastic.{name}.path", options.pop("path"), folder),
-        repository=None if repository is None else folder / repository,
-        image_folders=_folders(options.pop("image_folders", []), folder),
-        dataset_folders=_folders(options.pop("dataset_folders", []), folder),
-        options=ServiceOptions(**options),
-    )
-
-
-def _folders(places: Iterable[str], folder: Path) -> tuple[Path, ...]:
-    """The folders that a table names."""
-    return tuple(folder / place for place in places)
-
 
 def check_folders(what: str, folders: Iterable[Path]) -> None:
     """Raise ValueError for a folder that does not exist."""
@@ -431,5 +222,9 @@ def naming_table(source: str | None, table: str) -> Iterator[None]:
     except (ValueError, OSError, MemoryError) as error:
         if source is None:
             raise
-        message = re.sub(r"\b[A-Z]\w*\.(?=[a-z]\w*)", "", str(error))
-        raise ValueError(f"{source}: {table}: {message}") from error
+        raise ValueError(f"{source}: {table}: {as_written(error)}") from error
+
+
+def as_written(error: Exception) -> str:
+    """The message of an error, with options as a file has them: without the names of our classes."""
+    return re.sub(r"\b[A-Z]\w*\.(?=[a-z]\w*)", "", str(error))

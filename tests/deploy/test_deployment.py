@@ -16,6 +16,7 @@ pytest.importorskip("starlette")
 
 from jaxinfer.cli import app
 from jaxinfer.http.config import ServerConfig
+from jaxinfer.http.config_file import read_config
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import ALIASES
 from jaxinfer.http.process import LAST_SECONDS
@@ -62,7 +63,7 @@ def config_of(name, folder):
     """The server's config in a manifest."""
     (document,) = of_kind(manifest(name), "ConfigMap")
     (folder / "serve.toml").write_text(document["data"]["serve.toml"])
-    return ServerConfig.read(folder / "serve.toml")
+    return read_config(folder / "serve.toml")
 
 
 def commands():

@@ -21,7 +21,7 @@ from PIL import Image
 
 from jaxinfer import http
 from jaxinfer.experts import System
-from jaxinfer.http.config import ServerConfig
+from jaxinfer.http.config_file import read_config
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
@@ -545,7 +545,7 @@ def test_a_system_comes_from_a_file(board, tmp_path):
         '[[executors]]\nexpert_memory = "1MiB"\n'
     )
     (tmp_path / "serve.toml").write_text('[experts.board]\nconfig = "board.toml"\n[experts.no]\nconfig = "no.toml"\n')
-    (good, bad), services = vision_of(ServerConfig.read(tmp_path / "serve.toml"))
+    (good, bad), services = vision_of(read_config(tmp_path / "serve.toml"))
     good.load()
     try:
         assert (good.system.graph.first("resistor"), services) == ("c0", [])

@@ -21,6 +21,7 @@ pytest.importorskip("starlette")
 
 from jaxinfer.http import served_models
 from jaxinfer.http.config import ModelConfig, ServerConfig
+from jaxinfer.http.config_file import read_config
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.loading import load_models
 from jaxinfer.http.loading import served_models as models_of
@@ -463,7 +464,7 @@ pinned = true
 ttl = 60
 """
     )
-    read = ServerConfig.read(tmp_path / "serve.toml")
+    read = read_config(tmp_path / "serve.toml")
     assert read.device_memory == 3 << 29
     assert [(name, each.on_demand, each.pinned, each.ttl) for name, each in read.models.items()] == [
         ("a", True, False, None),
@@ -475,8 +476,8 @@ ttl = 60
         (f"model_folder = '{folders['a'].parent.parent}'", "is no model directory; move it elsewhere"),
         ("device_memory = 'much'", "device_memory"),
         ("device_memory = -1", "device_memory"),
-        ("[models.a]\npath = 'a'\nttl = 0", "ModelConfig.ttl must be a finite number > 0"),
-        ("[models.a]\npath = 'a'\nttl = nan", "ModelConfig.ttl must be a finite number > 0"),
+        ("[models.a]\npath = 'a'\nttl = 0", "models.a: ttl must be a finite number > 0"),
+        ("[models.a]\npath = 'a'\nttl = nan", "models.a: ttl must be a finite number > 0"),
         (
             "[models.a]\npath = 'a'\non_demand = true\nweights = 'auto'",
             "on_demand is not implemented with weights='auto'",
@@ -484,7 +485,7 @@ ttl = 60
     ):
         (tmp_path / "bad.toml").write_text(text)
         with pytest.raises(ValueError, match=re.escape(message)):
-            ServerConfig.read(tmp_path / "bad.toml")
+            read_config(tmp_path / "bad.toml")
 
 
 def test_a_model_larger_than_the_budget_is_refused_at_the_start(folders, monkeypatch):
