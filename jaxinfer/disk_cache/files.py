@@ -18,6 +18,8 @@ _DIGEST = hashlib.sha256
 _ABANDONED = 3600.0
 """Seconds after which a temporary file counts as abandoned: its writer was killed."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_WARNED = set[Path]()
+"""The folders of which this process has warned."""
 
 
 def cache_folder() -> Path:
@@ -96,7 +98,6 @@ class KeptFiles:
 
     def __init__(self, folder: Path, *, max_bytes: int):
         self.folder, self.max_bytes = folder, max_bytes
-        self._warned = False
 
     def get(self, name: str) -> bytes | None:
         """Return the content of a file, or None. A file that is damaged, or another user's, is deleted."""
@@ -117,7 +118,7 @@ class KeptFiles:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep content by name. If it cannot be written, nothing is kept, and the first time there is a warning."""
+        """Keep content by name. If it cannot be written, nothing is kept, and a folder's first time there is a warning."""
         try:
             self.write(name, content)
         except UntrustedFolderError as error:
@@ -185,8 +186,8 @@ class KeptFiles:
             surplus -= size
 
     def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if self.folder not in _WARNED:
+            _WARNED.add(self.folder)
             _log.warning(message)
 
 

@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_nothing_and_is_said_once(kept, caplog):
     try:
         for _ in range(2):
             kept.put("a", bytes(5000))
-            kept.put("b", bytes(5000))
+            KeptFiles(kept.folder, max_bytes=10_000).put("b", bytes(5000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not temporaries(kept)
