@@ -22,6 +22,9 @@ MAX_ADAPTERS = 8
 MAX_QUEUE_TIME = 30.0
 """`max_queue_time` of a model, unless its options say another."""
 
+IdleSeconds = Annotated[
+    float, Meta(gt=0, le=1e9, description="a number of seconds > 0, at most 1e9")  # threads can wait so long
+]
 Port = Annotated[int, Meta(ge=1, le=65535, description="an integer in [1, 65535]")]
 
 
@@ -49,7 +52,7 @@ class ModelConfig:
     reasoning_parser: str | None = None
     on_demand: bool = False
     pinned: bool = False
-    ttl: Positive | None = None
+    ttl: IdleSeconds | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "on_demand", "pinned", "ttl")

@@ -476,8 +476,8 @@ ttl = 60
         (f"model_folder = '{folders['a'].parent.parent}'", "is no model directory; move it elsewhere"),
         ("device_memory = 'much'", "device_memory"),
         ("device_memory = -1", "device_memory"),
-        ("[models.a]\npath = 'a'\nttl = 0", "models.a: ttl must be a finite number > 0"),
-        ("[models.a]\npath = 'a'\nttl = nan", "models.a: ttl must be a finite number > 0"),
+        ("[models.a]\npath = 'a'\nttl = 0", "models.a: ttl must be a number of seconds > 0"),
+        ("[models.a]\npath = 'a'\nttl = nan", "models.a: ttl must be a number of seconds > 0"),
         (
             "[models.a]\npath = 'a'\non_demand = true\nweights = 'auto'",
             "on_demand is not implemented with weights='auto'",
