@@ -118,7 +118,7 @@ class KeptFiles:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep content by name. If it cannot be written, nothing is kept, and a folder's first time there is a warning."""
+        """Keep content by name. If it cannot be written, nothing is kept, and there is one warning of the folder."""
         try:
             self.write(name, content)
         except UntrustedFolderError as error:
