@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
         if len(self.signals) > 1 and sig == signal.SIGINT:
             self.was_hurried = True
             self._drain.hurry()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a third one ends the process anywhere
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a third one ends the process at once
 
     async def on_tick(self, counter: int) -> bool:
         """Begin to drain after a signal; called ten times a second."""
