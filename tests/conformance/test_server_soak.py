@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conformance.conftest import serving
+from tests.conformance.soaks import mean, sampled
 
 CLIENTS = 24
 USER = [{"role": "user", "content": "hi"}]
@@ -75,22 +76,6 @@ class Load:
         while time.monotonic() < until:
             await self.ask()
 
-    async def run(self, seconds, sample):
-        """Ask for so long; returns (seconds since the start, sample) now and then."""
-        start, samples = time.monotonic(), []
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(CLIENTS):
-                tasks.create_task(self.client(start + seconds))
-            while (passed := time.monotonic() - start) < seconds:
-                samples.append((passed, await asyncio.to_thread(sample)))
-                await asyncio.sleep(min(2, seconds / 100))
-        return samples
-
-
-def mean(samples, first, last):
-    values = [value for at, value in samples if first <= at <= last]
-    return [sum(column) / len(values) for column in zip(*values, strict=True)]
-
 
 @pytest.mark.slow
 @pytest.mark.soak
@@ -105,7 +90,7 @@ def test_a_mixed_load_on_a_server_leaves_nothing_behind(model_that_ends, tmp_pat
 
         idle = sample()
         load = Load(server.port)
-        samples = asyncio.run(load.run(seconds, sample))
+        samples = asyncio.run(sampled(load.client, CLIENTS, seconds, sample))
         server.until_idle()
         running, waiting = (server.metric(f"jaxinfer_requests_{what}") for what in ("running", "waiting"))
         responses, failed = server.metric("jaxinfer_http_responses_total"), server.get("/metrics")

@@ -19,7 +19,7 @@ import pytest
 
 from jaxinfer import AsyncLLM
 from tests.conformance.conftest import ROOT, free_port, serving
-from tests.conformance.test_server_soak import mean
+from tests.conformance.soaks import mean, sampled
 from tests.tiny import save_tiny
 
 NAMES, CLIENTS = ("a", "b", "c"), 6
@@ -69,14 +69,8 @@ class Load:
             await asyncio.sleep(self.dice.random() * 0.1)
 
     async def run(self, seconds, sample):
-        """Ask for so long; returns (seconds since the start, sample) now and then."""
-        start, samples = time.monotonic(), []
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(CLIENTS):
-                tasks.create_task(self.client(start + seconds))
-            while (passed := time.monotonic() - start) < seconds:
-                samples.append((passed, await asyncio.to_thread(sample)))
-                await asyncio.sleep(min(2, seconds / 100))
+        """Ask for so long; returns samples, as `sampled` does."""
+        samples = await sampled(self.client, CLIENTS, seconds, sample)
         for name in NAMES:
             (await self.http.post(f"/unload?model={name}")).raise_for_status()
         await self.http.aclose()

@@ -1,6 +1,7 @@
 """The endpoints of experts and elastic services."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,13 +34,7 @@ class VisionEndpoints:
 
     async def infer(self, request: Request) -> Response:
         """`POST /v1/experts/infer`."""
-        request.state.model = ""  # until it is known
-        options, inputs = await read_infer(request, self._limits)
-        served = self._systems.find(options.model)
-        request.state.model = served.name
-        note(request.scope, served.name, inputs=len(inputs))
-        work = infer(served, options, inputs, self._limits, self._threads)
-        return json_response(await until_disconnect(request.receive, work))
+        return await self._answer(request, self._systems, read_infer, infer)
 
     async def list_experts(self, request: Request) -> Response:
         """`GET /v1/experts`."""
@@ -47,12 +42,22 @@ class VisionEndpoints:
 
     async def query(self, request: Request) -> Response:
         """`POST /v1/elastic/query`."""
-        request.state.model = ""
-        options, images = await read_query(request, self._limits)
-        served = self._services.find(options.model)
-        request.state.model = served.name
-        note(request.scope, served.name, inputs=len(images))
-        work = query(served, options, images, self._limits, self._threads)
+        return await self._answer(request, self._services, read_query, query)
+
+    async def _answer(
+        self,
+        request: Request,
+        served: ServedOnes[Any],
+        read: Callable[[Request, Limits], Awaitable[tuple[Any, Sequence[Any]]]],
+        answer: Callable[..., Awaitable[dict[str, Any]]],
+    ) -> Response:
+        """Read a request, find what it is for, and answer its inputs; the response is counted as this one's."""
+        request.state.model = ""  # until it is known
+        options, inputs = await read(request, self._limits)
+        one = served.find(options.model)
+        request.state.model = one.name
+        note(request.scope, one.name, inputs=len(inputs))
+        work = answer(one, options, inputs, self._limits, self._threads)
         return json_response(await until_disconnect(request.receive, work))
 
     async def list_tasks(self, request: Request) -> Response:
