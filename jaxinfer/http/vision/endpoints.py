@@ -47,17 +47,17 @@ class VisionEndpoints:
     async def _answer(
         self,
         request: Request,
-        served: ServedOnes[Any],
+        known: ServedOnes[Any],
         read: Callable[[Request, Limits], Awaitable[tuple[Any, Sequence[Any]]]],
         answer: Callable[..., Awaitable[dict[str, Any]]],
     ) -> Response:
         """Read a request, find what it is for, and answer its inputs; the response is counted as this one's."""
         request.state.model = ""  # until it is known
         options, inputs = await read(request, self._limits)
-        one = served.find(options.model)
-        request.state.model = one.name
-        note(request.scope, one.name, inputs=len(inputs))
-        work = answer(one, options, inputs, self._limits, self._threads)
+        served = known.find(options.model)
+        request.state.model = served.name
+        note(request.scope, served.name, inputs=len(inputs))
+        work = answer(served, options, inputs, self._limits, self._threads)
         return json_response(await until_disconnect(request.receive, work))
 
     async def list_tasks(self, request: Request) -> Response:
