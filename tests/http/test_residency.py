@@ -291,23 +291,18 @@ def test_a_model_that_fails_harms_no_other(make, expected, monkeypatch, caplog):
 
 
 def test_a_request_waits_for_a_model_that_is_unloaded_as_soon_as_it_has_loaded(make, expected):
-    (texts, _), server, began = expected, make(), threading.Event()
-    load = server.a._load
+    (texts, _), server, unloaded = expected, make(), []
+    load = server.a.load
 
-    def slowly(asleep):
-        began.set()
-        time.sleep(0.3)
-        return load(asleep)
+    def load_in_vain(**options):
+        llm = load(**options)
+        if not unloaded:
+            unloaded.append(server.a.unload())
+        return llm
 
-    server.a._load = slowly
-
-    async def main():
-        asked = asyncio.create_task(server.ask("a"))
-        await asyncio.to_thread(began.wait)
-        unloaded, _ = await server.admin("/unload?model=a")
-        return unloaded, await asked
-
-    assert run(main()) == (200, (200, texts["a"]))
+    server.a.load = load_in_vain
+    assert run(server.ask("a")) == (200, texts["a"])
+    assert unloaded
 
 
 def test_weights_that_cannot_be_read_fail_those_who_wait(make, expected, monkeypatch, caplog):
