@@ -26,6 +26,7 @@ import jax
 import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import msgspec
 import numpy as np
+from rich.filesize import decimal
 
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned, aligned_buffer, slice_start
@@ -316,7 +317,7 @@ def write_layers(
             if folder.exists():  # by the process that was waited for
                 return
             if total_bytes > (free := shutil.disk_usage(partial).free):
-                raise OSError(errno.ENOSPC, f"needs {total_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+                raise OSError(errno.ENOSPC, f"needs {decimal(total_bytes)}, {decimal(free)} are free")
             made = partial / "layers"
             made.mkdir()
             stored = []

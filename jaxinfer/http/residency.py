@@ -116,6 +116,8 @@ class Residency:
                 self._unload_idle()
             except ServingError as error:  # a model is closed or has died meanwhile
                 log.warning("%s", error)
+            except Exception:  # without this thread no model would be woken up again
+                log.exception("Which models have memory could not be decided.")
 
     def _wait(self) -> Callable[[], None] | None:
         """Wait for work, or until a model has been idle for its `ttl`, or may be tried again."""

@@ -268,7 +268,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"layers: cannot be written \(No space left on device\); free some"):
         write(tmp_path / "layers", read)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=r"needs .* GiB, .* GiB are free"):
+    with pytest.raises(CheckpointError, match=r"needs .* are free"):
         write_layers(tmp_path / "layers", 3, leaves, total_bytes=1 << 60)
     assert not list(tmp_path.iterdir())
 
