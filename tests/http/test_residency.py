@@ -425,6 +425,22 @@ def test_a_client_that_leaves_needs_no_model(make, expected):
     assert waiting == 0
 
 
+def test_an_error_in_the_thread_does_not_end_it(make, expected, monkeypatch, caplog):
+    texts, _ = expected
+    server = make()
+
+    def unload_idle():
+        raise RuntimeError("of this test")
+
+    async def main():
+        assert await server.ask("a") == (200, texts["a"])
+        return await server.ask("b")
+
+    monkeypatch.setattr(server.served.residency, "_unload_idle", unload_idle)
+    assert run(main()) == (200, texts["b"])
+    assert "could not be decided" in caplog.text
+
+
 def test_what_is_worth_least_makes_room(folders):
     now = time.perf_counter()
     llm = opened(folders["a"], True)
