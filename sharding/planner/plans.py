@@ -1,0 +1,297 @@
+"""Predictions of a plan: its memory, the seconds until the first token and between tokens, its tokens a second.
+
+A plan is a mesh, a schedule of micro-batches, and where weights and the KV cache are. Schedules:
+
+- `hybrid` (DeepSpeed Inference, section IV-C1): all prompts in some micro-batches, then generation in others, queued.
+- `drained`: the same, but the pipeline drains after each token (the paper's baseline).
+- `chunks` (SGLang's chunked pipeline): prompts in chunks that follow one another through the stages; then as `hybrid`.
+- `cohorts` (vLLM): requests come and go. A stage's step has the rows of one cohort and a share of the prompts; one more
+  batch than there are stages is in flight, so sending takes no time of its own. With one stage this is continuous
+  batching.
+
+The first three take a batch of requests from its beginning to its end; `cohorts` is a steady state.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+from jaxinfer.sharding.planner.costs import Format, Runner, Seconds, System, Tokens, Ways
+from jaxinfer.sharding.planner.hardware import Device
+from jaxinfer.sharding.planner.shapes import LayerShape, ModelShape, stage_share
+from jaxinfer.sharding.schedules import chunk_sizes, drained_stride, queued_stride
+
+USABLE = 0.9
+"""Share of a device's memory, or of a host's, that a plan may take; the rest is for the runtime and fragments."""
+BUFFERS = 2
+"""Layers in a device's memory while weights are streamed: one computes, one is fetched."""
+
+Schedule = Literal["hybrid", "drained", "chunks", "cohorts"]
+Tier = Literal["device", "host", "disk"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests that run at the same time.
+
+    Attributes:
+      batch: how many.
+      prompt: tokens of each prompt.
+      generate: tokens that each generates.
+    """
+
+    batch: int
+    prompt: int
+    generate: int
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"Workload.{name} must be an integer >= 1, got {value}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to run a model.
+
+    Attributes:
+      prompt_micro_batches: of a lane's prompts.
+      micro_batches: of generation in a lane.
+      chunk: tokens of a prompt's chunk; of `cohorts`, of all prompts in a step.
+      weights: where the layers are.
+      cache: where the KV cache is.
+    """
+
+    ways: Ways
+    schedule: Schedule = "hybrid"
+    prompt_micro_batches: int = 1
+    micro_batches: int = 1
+    chunk: int = 0
+    weights: Tier = "device"
+    cache: Tier = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a device, or of the host, in its largest stage.
+
+    Attributes:
+      weights, cache, work: bytes for weights, the KV cache, and what a pass computes.
+      host, disk: bytes of the memory and of the disks of all nodes together.
+    """
+
+    weights: float
+    cache: float
+    work: float
+    host: float = 0.0
+    disk: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """All bytes of the device."""
+        return self.weights + self.cache + self.work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The prediction for a plan.
+
+    Attributes:
+      first: seconds until all requests have their first token; of `cohorts`, until a new request has it.
+      each: seconds between two tokens of a request.
+      seconds: from the first prompt to the last token of the batch, without queueing.
+      tokens_per_s: generated tokens a second of all devices.
+    """
+
+    plan: Plan
+    memory: Memory
+    first: Seconds
+    each: Seconds
+    seconds: float
+    tokens_per_s: float
+
+
+def predict(
+    model: ModelShape, device: Device, system: System, form: Format, plan: Plan, workload: Workload
+) -> Prediction:
+    """Predict a plan, whether or not it fits."""
+    return _Predictor(model, device, system, form, plan, workload).prediction()
+
+
+def memory_of(
+    model: ModelShape, device: Device, system: System, form: Format, plan: Plan, workload: Workload
+) -> Memory:
+    """Predict only the memory of a plan."""
+    return _Predictor(model, device, system, form, plan, workload).memory()
+
+
+def missing(device: Device, plan: Plan, memory: Memory) -> str:
+    """Say what a plan has too little of, or ""."""
+    nodes = math.ceil(plan.ways.size / device.node)
+    for needed, there, what in (
+        (memory.device, device.memory, "a device's memory"),
+        (memory.host, nodes * device.host_memory, "host memory"),
+        (memory.disk, nodes * device.disk_bytes, "disks"),
+    ):
+        if needed > USABLE * there:
+            return f"{needed / 1e9:,.1f} GB of {what}, of which {USABLE * there / 1e9:,.1f} are usable"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Predictor:
+    model: ModelShape
+    device: Device
+    system: System
+    form: Format
+    plan: Plan
+    workload: Workload
+
+    @property
+    def stages(self) -> int:
+        return self.plan.ways.pipeline
+
+    @functools.cached_property
+    def sequences(self) -> int:
+        """Requests of a lane."""
+        return math.ceil(self.workload.batch / self.plan.ways.data)
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        here = min(self.plan.ways.size, self.device.node)
+        rates = {"device": None, "host": self.device.host_link, "disk": self.device.disk / here}
+        return Runner(
+            model=self.model,
+            device=self.device,
+            system=self.system,
+            ways=self.plan.ways,
+            format=self.form,
+            streamed=rates[self.plan.weights],
+            kv_streamed=rates[self.plan.cache],
+        )
+
+    def prediction(self) -> Prediction:
+        if self.plan.schedule == "cohorts":
+            first, each, generating = self._cohorts()
+            rate = self.workload.batch * generating / each.total
+            seconds = first.total + (self.workload.generate - 1) * each.total
+        else:
+            first = self._chunks() if self.plan.schedule == "chunks" else self._prompts()
+            each, rest = self._generation()
+            seconds = first.total + rest
+            rate = self.workload.batch * self.workload.generate / seconds
+        return Prediction(
+            plan=self.plan, memory=self.memory(), first=first, each=each, seconds=seconds, tokens_per_s=rate
+        )
+
+    def _prompts(self) -> Seconds:
+        """The seconds of all prompts in micro-batches of whole prompts."""
+        count, prompt = self.plan.prompt_micro_batches, self.workload.prompt
+        rows = self.sequences / count
+        batch = Tokens(count=rows * prompt, sequences=rows, context=prompt / 2)
+        tick = self.runner.stage([batch], rows=rows) + self.runner.hop(batch.count)
+        return tick * count + Seconds(bubble=tick.total * (self.stages - 1))
+
+    def _chunks(self) -> Seconds:
+        """The seconds of all prompts in chunks, each of which sees the ones before."""
+        seconds, longest, start = Seconds(), 0.0, 0
+        for size in self._sizes():
+            batch = Tokens(count=size, sequences=1, context=start + size / 2)
+            tick = self.runner.stage([batch], rows=1) + self.runner.hop(size)
+            seconds, longest, start = seconds + tick * self.sequences, max(longest, tick.total), start + size
+        return seconds + Seconds(bubble=longest * (self.stages - 1))
+
+    def _sizes(self) -> tuple[int, ...]:
+        """The tokens of a prompt's chunks, such that they take equally long."""
+        chunks = math.ceil(self.workload.prompt / self.plan.chunk)
+        active = sum(layer.count * (layer.params + layer.chosen * layer.expert_params) for layer in self.model.layers)
+        pair = sum(layer.count * layer.pair_flops for layer in self.model.layers if layer.window is None)
+        return chunk_sizes(self.workload.prompt, chunks, per_token=2.0 * active, per_pair=float(pair))
+
+    def _generation(self) -> tuple[Seconds, float]:
+        """The seconds between two tokens, and of all tokens but the first."""
+        count, passes = self.plan.micro_batches, self.workload.generate - 1
+        rows = math.ceil(self.sequences / count)
+        tick = self._rows(rows) + self.runner.hop(rows)
+        stride = (drained_stride if self.plan.schedule == "drained" else queued_stride)(self.stages, count)
+        each = tick * count + Seconds(bubble=tick.total * (stride - count))
+        # The last token of the last micro-batch leaves stages - 1 ticks after it entered.
+        ticks = (passes - 1) * stride + count + self.stages - 1 if passes else 0
+        return each, ticks * tick.total
+
+    def _rows(self, rows: int) -> Seconds:
+        return self.runner.stage([self._generated(rows)], rows=rows)
+
+    def _generated(self, rows: float) -> Tokens:
+        """Make rows of generation, in the middle of what they generate."""
+        return Tokens(count=rows, sequences=rows, context=self.workload.prompt + self.workload.generate / 2)
+
+    def _cohorts(self) -> tuple[Seconds, Seconds, float]:
+        """Return the seconds until a new request's first token and between tokens, and the share that generates.
+
+        In a steady state as many prompts begin as end. A step reads at most `chunk` tokens of prompts: if they bring
+        more, requests wait, and fewer than the cohort's generate.
+        """
+        prompt, generate = self.workload.prompt, self.workload.generate
+        cohort, size = math.ceil(self.sequences / self.stages), min(self.workload.prompt, self.plan.chunk)
+        rows = min(cohort, self.plan.chunk * generate / prompt)
+        new = rows / generate  # prompts that begin in a step
+        steady = [self._generated(rows), Tokens(count=new * prompt, sequences=new, context=prompt / 2)]
+        each = self._in_flight(steady, rows) * self.stages
+        chunk = self._in_flight([self._generated(rows), Tokens(count=size, sequences=1, context=prompt / 2)], rows)
+        first = chunk * math.ceil(prompt / size) + Seconds(bubble=chunk.total * (self.stages - 1))
+        return first + each * ((cohort - rows) / new), each, rows / cohort
+
+    def _in_flight(self, batch: list[Tokens], rows: float) -> Seconds:
+        """The seconds of a step while another batch is being sent."""
+        tick, hop = self.runner.stage(batch, rows=rows), self.runner.hop(sum(part.count for part in batch))
+        return hop if hop.total > tick.total else tick
+
+    def memory(self) -> Memory:
+        """The bytes that the plan needs."""
+        share, slices = stage_share(self.model, self.stages), self.plan.ways.slices
+        layers = sum(layer.count * self.runner.layer_bytes(layer) for layer in self.model.layers)
+        matrices = 1 if self.model.tied or self.stages > 1 else 2
+        outer = matrices * self.model.head_params / slices * self.form.weight_bytes
+        largest = max(self.runner.layer_bytes(layer) for layer in self.model.layers)
+        streamed = self.plan.weights != "device"
+        weights = outer + (BUFFERS * largest if streamed else layers * share)
+        cache = self._cache(self.sequences) * share
+        fetched = self._cache(math.ceil(self.sequences / self.plan.micro_batches)) * BUFFERS / self.model.depth
+        of_all = dict.fromkeys(("device", "host", "disk"), 0.0)
+        if streamed:
+            copies = max(1, self.plan.ways.size // max(slices, self.device.node))  # one in each node, or over several
+            of_all[self.plan.weights] += copies * self.model.params * self.form.weight_bytes
+        if self.plan.cache != "device":
+            of_all[self.plan.cache] += cache * self.plan.ways.size
+        return Memory(
+            weights=weights,
+            cache=cache if self.plan.cache == "device" else fetched,
+            work=self._work(),
+            host=of_all["host"],
+            disk=of_all["disk"],
+        )
+
+    def _cache(self, sequences: float) -> float:
+        """Compute the bytes of a device for whole sequences, if it had all layers."""
+        whole = Tokens(count=0, sequences=sequences, context=self.workload.prompt + self.workload.generate)
+        return sum(layer.count * self.runner.cache_bytes(layer, [whole]) for layer in self.model.layers)
+
+    def _work(self) -> float:
+        """Compute the bytes of a pass: the stream twice, half of a layer's inner widths, and the logits."""
+        schedule, rows = self.plan.schedule, math.ceil(self.sequences / self.plan.micro_batches)
+        tokens = float(rows)
+        if schedule == "cohorts":
+            tokens += min(self.plan.chunk, self.sequences * self.workload.prompt)
+        elif schedule == "chunks":
+            tokens = max(tokens, *self._sizes())
+        else:
+            tokens = max(tokens, self.sequences / self.plan.prompt_micro_batches * self.workload.prompt)
+        inner = max(_inner(layer) for layer in self.model.layers) / self.model.hidden / 2 / self.plan.ways.slices
+        logits = 4 * rows * self.model.vocab / self.plan.ways.slices
+        return 2 * tokens * (2 * self.model.hidden + inner) + logits
+
+
+def _inner(layer: LayerShape) -> int:
+    return layer.params + layer.chosen * layer.expert_params

@@ -1,0 +1,172 @@
+"""Sizes of models: what decides how long a pass takes and how much memory it needs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Layers of one kind.
+
+    Attributes:
+      count: how many layers of this kind the model has.
+      params: parameters that every token multiplies with: attention, dense MLPs, shared experts, routers.
+      kv_values: numbers in the KV cache per token and layer.
+      kv_heads: the parts into which the KV cache divides over devices; more devices keep copies.
+      pair_flops: operations of attention per token and token of its context.
+      window: the longest context that attention sees; None: all.
+      state_values: numbers of a recurrent state per sequence and layer, read and written by each pass.
+      experts: experts of a mixture; 0 for a dense layer.
+      chosen: experts per token.
+      expert_params: parameters of one expert.
+    """
+
+    count: int
+    params: int
+    kv_values: int
+    kv_heads: int
+    pair_flops: int
+    window: int | None = None
+    state_values: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_params: int = 0
+
+    @property
+    def all_params(self) -> int:
+        """The parameters of one layer, with all experts."""
+        return self.params + self.experts * self.expert_params
+
+    def seen(self, context: float) -> float:
+        """The tokens of a context that attention sees."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only model.
+
+    Attributes:
+      hidden: width of the residual stream.
+      vocab: token ids.
+      heads: query heads, which tensor parallelism divides.
+      tied: whether the head's matrix is the embedding's.
+      layers: kinds of layers; order does not matter, since stages get equal shares of each kind.
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    heads: int
+    tied: bool
+    layers: tuple[LayerShape, ...]
+
+    @property
+    def depth(self) -> int:
+        """The number of layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def experts(self) -> int:
+        """Experts of the mixture with the fewest; 0 for a dense model."""
+        return min((layer.experts for layer in self.layers if layer.experts), default=0)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the head."""
+        return self.hidden * self.vocab
+
+    @property
+    def params(self) -> int:
+        """All parameters but norms and biases."""
+        layers = sum(layer.count * layer.all_params for layer in self.layers)
+        return layers + self.head_params * (1 if self.tied else 2)
+
+    @classmethod
+    def from_fields(cls, name: str, fields: Mapping[str, Any]) -> "ModelShape":
+        """Make a shape from an entry of `data/models.toml`, whose head explains the fields. Raises ValueError.
+
+        >>> ModelShape.from_fields("tiny", {"hidden": 8, "layers": 2, "heads": 2, "vocab": 100}).params
+        2336
+        """
+        try:
+            return _Fields(**fields).shape(name)
+        except TypeError as error:
+            raise ValueError(f"model {name!r}: {str(error).partition('() ')[2] or error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """An entry of `data/models.toml`; its head explains the fields."""
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    mlp: int = 0
+    gated: bool = False
+    tied: bool = True
+    window: int = 0
+    window_every: int = 1
+    experts: int = 0
+    chosen: int = 1
+    expert_mlp: int = 0
+    shared_mlp: int = 0
+    dense_layers: int = 0
+    expert_every: int = 1
+    latent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    source: str = ""
+
+    def shape(self, name: str) -> ModelShape:
+        """Count the layers of each kind: with or without experts, with or without a window."""
+        counts: dict[tuple[bool, bool], int] = {}
+        for number in range(self.layers):
+            mixture = bool(self.experts) and number >= self.dense_layers and (number + 1) % self.expert_every == 0
+            windowed = bool(self.window) and number % self.window_every == 0
+            counts[mixture, windowed] = counts.get((mixture, windowed), 0) + 1
+        layers = tuple(self._layer(count, *kind) for kind, count in sorted(counts.items()))
+        return ModelShape(
+            name=name, hidden=self.hidden, vocab=self.vocab, heads=self.heads, tied=self.tied, layers=layers
+        )
+
+    def _layer(self, count: int, mixture: bool, windowed: bool) -> LayerShape:
+        kv_heads, head_dim = self.kv_heads or self.heads, self.head_dim or self.hidden // self.heads
+        attention = {
+            "params": 2 * self.hidden * head_dim * (self.heads + kv_heads),
+            "kv_values": 2 * kv_heads * head_dim,
+            "kv_heads": kv_heads,
+            "pair_flops": 4 * self.heads * head_dim,
+        }
+        if self.latent:
+            attention = self._latent_attention(**self.latent)
+        if mixture:
+            attention["params"] += self._mlp_params(self.shared_mlp) + self.hidden * self.experts
+            expert = {"experts": self.experts, "chosen": self.chosen}
+            expert["expert_params"] = self._mlp_params(self.expert_mlp or self.mlp or 4 * self.hidden)
+        else:
+            attention["params"] += self._mlp_params(self.mlp or 4 * self.hidden)
+            expert = {}
+        return LayerShape(count=count, window=self.window if windowed else None, **attention, **expert)
+
+    def _mlp_params(self, width: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * width
+
+    def _latent_attention(self, q_rank: int, kv_rank: int, nope: int, rope: int, value: int) -> dict[str, int]:
+        """Compute the sizes of multi-head latent attention, as prompts compute it (DeepSeek-V2, arXiv:2405.04434)."""
+        queries = self.hidden * q_rank + q_rank * self.heads * (nope + rope)
+        keys = self.hidden * (kv_rank + rope) + kv_rank * self.heads * (nope + value)
+        return {
+            "params": queries + keys + self.heads * value * self.hidden,
+            "kv_values": kv_rank + rope,
+            "kv_heads": 1,
+            "pair_flops": 2 * self.heads * (nope + rope + value),
+        }
+
+
+def stage_share(model: ModelShape, stages: int) -> float:
+    """The share of all layers that the largest stage has."""
+    return math.ceil(model.depth / stages) / model.depth
