@@ -9,6 +9,7 @@ result replaces one file; the other machines' stay as they are.
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -143,6 +144,29 @@ PIPELINE_CHECKS = {
     "families_equal": "share of runs with one device's tokens, in two and in four stages, for all families that divide",
 }
 """The same for `benchmarks.pipeline`, which has families, too."""
+PLANNER_CHECKS = {
+    "deepspeed-fp16_error": "largest error of a point of DeepSpeed in FP16 (Fig. 6)",
+    "deepspeed-int8_error": "the same in INT8",
+    "deepspeed-moe_error": "the same of mixtures (Figs. 7 and 11)",
+    "figures_within_tolerance": "share of DeepSpeed's points within these tolerances",
+    "fitted_constants": "most constants that are fitted for a system",
+    "trillion_ms_error": "error of the milliseconds of the trillion-parameter model",
+    "trillion_tb_per_s_error": "error of its bandwidth",
+    "trillion_share_error": "error of its share of the peak bandwidth",
+    "mixture_speedup_error": "error of the largest speed-up of mixtures",
+    "int8_speedup_error": "error of the largest speed-up by INT8",
+    "zero_share_of_peak": "50B in DRAM on an A6000: predicted share of the peak",
+}
+"""The same for `benchmarks.deepspeed_figures`."""
+HEADLINES = {
+    "trillion_ms": "a token of the trillion-parameter mixture, ms",
+    "trillion_tb_per_s": "its bandwidth, TB/s",
+    "trillion_share": "share of the peak bandwidth",
+    "mixture_speedup": "largest speed-up of mixtures over PyTorch",
+    "int8_speedup": "largest speed-up of INT8 over FasterTransformer",
+    "zero_share_of_peak": "50B in DRAM on an A6000, share of the peak (Fig. 9b)",
+}
+"""Names of the paper's headlines in the table."""
 SHORT_UNITS = {"": "", "x": "x", "of": ""}
 """Replacements of a unit's first word, as the table's names say of what."""
 
@@ -439,6 +463,61 @@ def _idle_table(rows: list[dict[str, Any]]) -> str:
     return table(["schedule, M = P, G = 50", "", *(f"P = {p}" for p in stages)], lines)
 
 
+def planner_section(result: Result) -> list[str]:
+    """Write the errors of each system and each point, the ratios, the public points, and the checks."""
+    points = [row for row in result["rows"] if "left_out" in row]
+    systems = list(dict.fromkeys(row["system"] for row in points))
+    return [
+        "Nothing was run: the planner predicts each of the paper's points. Errors of a system's points, by the "
+        "planner's constants, and (left out) by constants that were fitted to all points but the one.",
+        table(
+            ["system", "points", "mean", "largest", "left out: mean", "largest", "of"],
+            [_errors_of([row for row in points if row["system"] == system]) for system in systems],
+        ),
+        "Each point of Figs. 6, 7 and 11 in milliseconds: measured, predicted, its error, and its error when left out.",
+        *(_points_table([row for row in points if row["figure"] == figure]) for figure in ("fig6", "fig7")),
+        "The ratios of Figs. 8, 10b and 13, to which nothing is fitted; and the paper's headlines, most of which "
+        "follow from the points above.",
+        _predicted_table([row for row in result["rows"] if row["figure"] in ("ratio", "headline")]),
+        "Public measurements of today's systems, with the constants of 2022. None of them is fitted; what is predicted "
+        "for DeepEP is the time of the wire alone.",
+        _predicted_table([row for row in result["rows"] if row["figure"] == "public"]),
+        checks_table(result, PLANNER_CHECKS),
+    ]
+
+
+def _errors_of(rows: list[dict[str, Any]]) -> list[str]:
+    errors, without = ([abs(row[name]) for row in rows] for name in ("error", "left_out"))
+    worst = rows[without.index(max(without))]["name"]
+    figures = [statistics.mean(errors), max(errors), statistics.mean(without), max(without)]
+    return [rows[0]["system"], str(len(rows)), *(f"{100 * figure:.1f}%" for figure in figures), worst]
+
+
+def _points_table(rows: list[dict[str, Any]]) -> str:
+    """Write a line for each model and batch, and a column for each system."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    cells = {
+        (row["name"], row["system"]): f"{row['measured_ms']:g}, {row['predicted_ms']:g}, {row['error']:+.1%}, "
+        f"{row['left_out']:+.1%}"
+        for row in rows
+    }
+    names = dict.fromkeys(row["name"] for row in rows)
+    return table(["point", *systems], [[name, *(cells[name, system] for system in systems)] for name in names])
+
+
+def _predicted_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [
+            f"Fig. {row['of']}" if row["figure"] == "ratio" else row.get("of", "text"),
+            f"{HEADLINES.get(row['name'], row['name'])}{', ' + row['unit'] if 'unit' in row else ''}",
+            *(f"{row[name]:,g}" for name in ("measured", "predicted")),
+            f"{row['predicted'] / row['measured'] - 1:+.0%}",
+        ]
+        for row in rows
+    ]
+    return table(["source", "figure", "measured", "predicted", "error"], lines)
+
+
 def serving_section(result: Result) -> list[str]:
     """Write the latencies and tokens per second of every server, and the checks."""
     servers = [row for row in result["rows"] if row["figure"] == "servers" and "absent" not in row]
@@ -494,6 +573,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "start": start_section,
     "moe": moe_section,
     "pipeline": pipeline_section,
+    "deepspeed_figures": planner_section,
     "serving": serving_section,
     "serving_models": serving_models_section,
 }
@@ -505,6 +585,7 @@ PAGES = {
     "families.md": ("held_out",),
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
+    "planner.md": ("deepspeed_figures",),
     "serving.md": ("serving",),
     "serving-models.md": ("serving_models",),
 }

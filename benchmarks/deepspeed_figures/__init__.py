@@ -1,0 +1,1 @@
+"""The paper's figures, as the planner predicts them, next to what was measured."""
