@@ -1,4 +1,4 @@
-"""`jaxinfer plan`: how fast a model will run whose layers are streamed, and what stages of a pipeline will do."""
+"""`jaxinfer plan`: how fast a model will run, here with streamed layers or on other devices, and what stages do."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,6 +19,26 @@ from jaxinfer.cli.common import (
     parse_mesh,
 )
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
+from jaxinfer.cli.plan.devices import DeviceOptions, plan_devices
+from jaxinfer.cli.plan.options import (
+    AttentionContextOption,
+    BatchOption,
+    ByOption,
+    ChunksOption,
+    DevicesOption,
+    GanttOption,
+    GenerateOption,
+    MicroBatchesOption,
+    NamedOption,
+    PlotOption,
+    PriceOption,
+    PromptMicroBatchesOption,
+    PromptOption,
+    PromptTimeOption,
+    PromptTokensOption,
+    TokensOption,
+    WriteOption,
+)
 from jaxinfer.progress import long_work
 
 DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
@@ -36,11 +56,23 @@ PREDICTED = (
     "quantize",
 )
 """Options of a model's prediction."""
+OF_DEVICES = {"named": None, "batch": 1, "prompt": 512, "generate": 128, "by": "throughput", "price": None}
+OF_DEVICES |= {"write": None, "plot": None}
+"""Options that --devices takes, and their defaults; MODEL and --quantize too."""
 
 
 def plan(
     ctx: typer.Context,
     model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=False)] = None,
+    devices: DevicesOption = None,
+    named: NamedOption = None,
+    batch: BatchOption = None,
+    prompt: PromptOption = None,
+    generate: GenerateOption = None,
+    by: ByOption = None,
+    price: PriceOption = None,
+    write: WriteOption = None,
+    plot: PlotOption = None,
     weights: Annotated[
         str | None, typer.Option(help="Where layers are streamed from: host, disk, or auto (default: disk).")
     ] = None,
@@ -58,45 +90,31 @@ def plan(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
-    gantt: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw pipeline schedules in the terminal and into this .svg or .png file; -: in the terminal only.",
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="With --gantt: micro-batches of generation (default: one per stage).")
-    ] = None,
-    prompt_micro_batches: Annotated[
-        int | None,
-        typer.Option(help="With --gantt: micro-batches of prompts; draws hybrid scheduling too."),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="With --gantt: tokens per sequence (default: 3).")] = None,
-    prompt_time: Annotated[
-        float | None,
-        typer.Option(
-            help="With --gantt: time of all prompts on one stage, in passes of generation (default: 1 per micro-batch)."
-        ),
-    ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="With --gantt: chunks of one long prompt; draws their schedules too.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="With --chunks: tokens of the prompt (default: 32,768).")
-    ] = None,
-    attention_context: Annotated[
-        int | None,
-        typer.Option(help="With --chunks: context at which attention takes as long as the rest (default: 24,576)."),
-    ] = None,
+    gantt: GanttOption = None,
+    micro_batches: MicroBatchesOption = None,
+    prompt_micro_batches: PromptMicroBatchesOption = None,
+    tokens: TokensOption = None,
+    prompt_time: PromptTimeOption = None,
+    chunks: ChunksOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    attention_context: AttentionContextOption = None,
 ) -> None:
-    """Predict the speed of a model with streamed layers.
+    """Predict a model's speed, here or on other devices.
 
-    It predicts several batch sizes, and recommends one. A pass takes as long as fetching its layers or computing them,
-    whichever is longer. Several devices share the disk and host memory.
+    With --devices h200:8, rank all meshes and schedules of so many devices: memory, time to the first token and
+    between tokens, tokens/s, costs, and what limits each. The model is --model NAME, or MODEL, whose config is read.
+
+    Without, predict several batch sizes of a model with streamed layers on this machine, and recommend one. A pass
+    takes as long as fetching its layers or computing them, whichever is longer. Several devices share the disk and host
+    memory.
 
     With --gantt FILE --mesh pipeline=4, draw the schedules of a pipeline instead.
     """
+    if devices is not None:
+        _rank(ctx, devices)
+        return
+    for name in _given(ctx, OF_DEVICES):
+        raise ValueError(f"{_option(name)} is only used with --devices; add --devices, such as --devices h200:8.")
     if gantt is not None:
         _draw(ctx, gantt)
         return
@@ -106,6 +124,17 @@ def plan(
         raise ValueError("plan: name a model, or draw the schedules of a pipeline with --gantt FILE.")
     memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
     _predict(model, mesh, memory, context, bandwidth, flops, dtype, quantize)
+
+
+def _rank(ctx: typer.Context, devices: str) -> None:
+    """Rank plans for devices by the options that were given."""
+    taken = {"model", "devices", "quantize", *OF_DEVICES}
+    for name in _given(ctx, [name for name in ctx.params if name not in taken]):
+        raise ValueError(f"--devices plans for other devices: leave out {_option(name)}.")
+    options = {name: default if ctx.params[name] is None else ctx.params[name] for name, default in OF_DEVICES.items()}
+    folder, quantize = ctx.params["model"], ctx.params["quantize"]
+    name = options.pop("named")
+    plan_devices(DeviceOptions(name=name, folder=folder, devices=devices, quantize=quantize, **options))
 
 
 def _predict(
@@ -173,7 +202,7 @@ def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _option(name: str) -> str:
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+    return {"model": "MODEL", "named": "--model"}.get(name, "--" + name.replace("_", "-"))
 
 
 def _draw(ctx: typer.Context, file: Path) -> None:

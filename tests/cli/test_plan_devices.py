@@ -1,0 +1,97 @@
+"""`jaxinfer plan --devices` as a user runs it."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.cli.plan.devices import dollars
+from jaxinfer.sharding import MeshConfig, read_mesh
+from jaxinfer.sharding.planner import Catalogue, Workload, rank
+from jaxinfer.sharding.planner.search import FORMATS
+
+PAPER = ("--model", "lm-175b", "--devices", "a100-40:16", "--batch", 24, "--prompt", 512, "--generate", 50)
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def refused(*arguments):
+    return run(*arguments, code=2).stderr
+
+
+def ranked():
+    catalogue = Catalogue.read()
+    model, form = catalogue.model("lm-175b"), FORMATS[None]
+    work = Workload(batch=24, prompt=512, generate=50)
+    return rank(model, catalogue.device("a100-40"), 16, catalogue.system(model, form), form, work)
+
+
+def test_the_papers_meshes_are_ranked_with_what_bounds_them():
+    text, made = run(*PAPER).stdout, ranked()
+    assert "lm-175b (174.6B, 16 bits) on 16 a100-40 for 24 requests of 512 + 50 tokens" in text
+    rows = [line for line in text.splitlines() if re.match(r" (pipeline|tensor|data)=", line)]
+    assert rows[0].startswith(f" {str(made[0].plan.ways).replace(',', ', ')} ")
+    assert f"{made[0].first.bound}, {made[0].each.bound}" in rows[0]
+    assert f" {dollars(made[0], 1.3):.1f} " in rows[0]
+    assert any("hybrid 8, 2" in row for row in rows)
+    rates = [float(row.split()[-2].replace(",", "")) for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert "its points are off by 8% at most" in text
+
+
+def test_the_best_mesh_is_written_and_can_be_read(tmp_path):
+    file = tmp_path / "mesh.toml"
+    assert run(*PAPER, "--write", file).stderr.endswith(f"Wrote {file}\n")
+    ways = ranked()[0].plan.ways
+    assert read_mesh(file).mesh == MeshConfig(tensor=ways.tensor, pipeline=ways.pipeline, data=ways.data)
+    run("--model", "lm-175b", "--devices", "h200:2", "--write", file, "--by", "ttft")
+    assert read_mesh(file).memory == {"weights": "host"}
+
+
+def test_a_price_changes_the_bill_and_none_is_made_up():
+    cheap, dear = (run(*PAPER, "--price", price).stdout for price in (1, 10))
+    bills = [float(re.search(r"(\S+) *$", text.splitlines()[4])[1].replace(",", "")) for text in (cheap, dear)]
+    assert bills[1] == pytest.approx(10 * bills[0], rel=0.01)
+    unknown = run("--model", "gpt-j-6b", "--devices", "h20:1").stdout
+    assert "$/M" not in unknown
+    assert "No price of h20 is known: give --price" in unknown
+
+
+def test_plans_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    run(*PAPER, "--plot", tmp_path / "plans.svg")
+    svg = (tmp_path / "plans.svg").read_text()
+    assert "lm-175b on 16 a100-40, 24 requests" in svg
+    assert "cohorts" in svg
+
+
+def test_a_model_of_a_directory_is_planned(model_dir):
+    text = run(model_dir, "--devices", "a100-40:2", "--quantize", "int8").stdout
+    assert f"{model_dir} (0.0B, 8 bits) on 2 a100-40" in text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "lm-175b"), "--model is only used with --devices"),
+        (("--devices", "h200:8"), "name one model, by --model NAME or as MODEL"),
+        (("DIR", "--model", "lm-175b", "--devices", "h200:8"), "name one model"),
+        (("--model", "lm-175b", "--devices", "h200:0"), "such as \"h200:8\", got 'h200:0'"),
+        (("--model", "lm-175b", "--devices", "tpu:8"), "device 'tpu' is unknown; known: a100-40"),
+        (("--model", "lm", "--devices", "h200:8"), "model 'lm' is unknown; known: gpt2-1.5b"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--batch", 0), "--batch must be an integer >= 1, got 0"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--by", "speed"), "--by must be one of throughput, ttft, tpot"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--price", -1), "--price must be dollars per device and hour"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--quantize", "fp8"), "known: int8, int4"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--mesh", "tensor=8"), "leave out --mesh"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--plot", "plans.txt"), "must end in"),
+        (("--model", "moe-2t", "--devices", "a100-40:8"), "It would fit on a100-40:128"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, message):
+    assert message in refused(*arguments)

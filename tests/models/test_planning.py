@@ -1,0 +1,32 @@
+"""The planner's shape of a config."""
+
+import dataclasses
+
+import pytest
+
+from jaxinfer.models import config as c
+from jaxinfer.models.planning import shape_of
+from jaxinfer.models.presets import parameter_count
+from tests.tiny import CONFIG
+
+ROUTER = c.RouterConfig(experts=4, experts_per_token=2)
+MIXTURE = dataclasses.replace(CONFIG.mlp, moe=c.MoeConfig(router=ROUTER, shared_hidden=16))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parameters_are_those_of_the_model_but_norms_and_biases(layers):
+    config = dataclasses.replace(CONFIG, layers=layers)
+    assert shape_of("tiny", config).params == pytest.approx(parameter_count(config), rel=0.05)
+
+
+def test_kinds_of_layers_are_counted():
+    attention = dataclasses.replace(CONFIG.attention, windows=(8, None))
+    config = dataclasses.replace(CONFIG, layers=5, attention=attention, layer_mlps=(MIXTURE, CONFIG.mlp))
+    shape = shape_of("tiny", config)
+    assert {(bool(layer.experts), layer.window): layer.count for layer in shape.layers} == {
+        (True, 8): 3,
+        (False, None): 2,
+    }
+    mixture = next(layer for layer in shape.layers if layer.experts)
+    assert (mixture.experts, mixture.chosen) == (4, 2)
+    assert shape.params == pytest.approx(parameter_count(config), rel=0.05)
