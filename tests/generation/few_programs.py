@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.plan import MOVES
 from jaxinfer.generation.execution.platforms import buckets_of
 
 
@@ -31,5 +32,6 @@ def few_programs():
     # Not a function: programs would not be kept for other engines. They do not depend on it, but on sizes.
     replacement = functools.partial(largest)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxinfer.generation.execution.plan.MOVES", MOVES[-1:])
         patch.setattr("jaxinfer.generation.execution.plan.buckets_of", replacement)
         yield

@@ -13,6 +13,20 @@ from jaxinfer.generation.lora.peft import Adapter
 from jaxinfer.generation.outputs import ExpertLoad, TokenLogprob
 
 
+class PageBlock(NamedTuple):
+    """The content of N pages of a lane, each contiguous over its L layers; numpy on the host.
+
+    With S stages of a pipeline, those of each stage come one after the other; so do those of the lanes in a stage.
+
+    Attributes:
+      kv: keys and values, [N, L, 2, page_size, Hkv, K].
+      scale: float32 [N, L, 2, Hkv] if they are int8, else None.
+    """
+
+    kv: Any
+    scale: Any = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
     """A sequence that has just got its slot.

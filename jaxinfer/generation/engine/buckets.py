@@ -32,6 +32,7 @@ class Buckets:
       prefill_rows: decoding rows beside chunks; few sizes, since a row costs little there.
       decode_rows: rows of a decode step.
       page_tables: pages of a row's page table.
+      moves: pages that one program copies to the host's memory or from it; none: the host keeps no pages.
       max_padding: the chunks of a step, rounded up, are at most this many times the real ones.
     """
 
@@ -40,11 +41,17 @@ class Buckets:
     prefill_rows: tuple[int, ...]
     decode_rows: tuple[int, ...]
     page_tables: tuple[int, ...]
+    moves: tuple[int, ...] = ()
     max_padding: float = 1.25
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, *, max_padding: float = 1.25, short_page_tables: bool = False
+        cls,
+        config: EngineConfig,
+        *,
+        max_padding: float = 1.25,
+        short_page_tables: bool = False,
+        moves: tuple[int, ...] = (),
     ) -> "Buckets":
         """Make an engine's buckets; `short_page_tables` adds page tables shorter than the context's."""
         slots, pages = config.max_batch, config.pages_per_sequence
@@ -54,6 +61,7 @@ class Buckets:
             prefill_rows=(0, *powers(4, min(8, slots), slots)),
             decode_rows=tuple(sorted({*powers(2, 1, slots), *powers(2, 24, slots)})),
             page_tables=powers(2, min(SMALLEST_PAGE_TABLE, pages), pages) if short_page_tables else (pages,),
+            moves=moves,
             max_padding=max_padding,
         )
 
@@ -64,6 +72,13 @@ class Buckets:
         if round_up(count, self.chunks) <= self.max_padding * count:
             return count
         return max(size for size in self.chunks if size <= count)
+
+    def moves_of(self, pages: int) -> list[int]:
+        """Return the sizes of the programs that copy so many pages, one after the other."""
+        if not pages:
+            return []
+        full, rest = divmod(pages, self.moves[-1])
+        return [self.moves[-1]] * full + ([round_up(rest, self.moves)] if rest else [])
 
     def for_stages(self, stages: int) -> "Buckets":
         """The buckets of a pipeline: its steps run no micro-batch that is empty, so padding costs nothing.

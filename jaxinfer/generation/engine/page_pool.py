@@ -6,9 +6,11 @@ arXiv:2309.06180, section 4.3). Pages with no references stay in the tree until 
 least recently used first.
 """
 
+import hashlib
 import itertools
+from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_COMPARED = 32
@@ -16,12 +18,18 @@ MAX_COMPARED = 32
 
 
 class Node:
-    """A page in the tree: its number, its tokens, and the node or root before it."""
+    """A page in the tree: its number, its tokens, and the node or root before it; `PagePool.key_of` sets the key."""
 
-    __slots__ = ("page", "parent", "tokens")
+    __slots__ = ("key", "page", "parent", "tokens")
 
     def __init__(self, page: int, parent: Hashable, tokens: tuple[int, ...]):
         self.page, self.parent, self.tokens = page, parent, tokens
+        self.key: bytes | None = None
+
+
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a page's content in every process: a hash of the key before it and its own tokens."""
+    return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=32).digest()
 
 
 class Match(NamedTuple):
@@ -62,12 +70,16 @@ class PagePool:
     Has no memory itself. With adapters, keys and values depend on more than tokens: `root` names everything else that
     requests must have in common to share pages.
 
+    Args:
+      identity: a hash of the model and of the pages' layout, for the keys of pages; None: nobody wants to know which
+        pages are forgotten.
+
     Attributes:
       listener: hears what enters and leaves the tree; None: nobody does.
     """
 
-    def __init__(self, count: int, page_size: int):
-        self.count, self.page_size = count, page_size
+    def __init__(self, count: int, page_size: int, identity: bytes | None = None):
+        self.count, self.page_size, self._identity = count, page_size, identity
         self.listener: PoolListener | None = None
         self.reset()
 
@@ -79,6 +91,7 @@ class PagePool:
         self._node_of: dict[int, Node] = {}
         # Nearly all nodes have one child, which then needs no dictionary of its own.
         self._children: dict[Hashable, Node | dict[tuple[int, ...], Node]] = {}
+        self._forgotten: list[Node] = []  # full pages that gave way, and that still have their content
         if self.listener is not None:
             self.listener.cleared()
 
@@ -101,10 +114,43 @@ class PagePool:
                 page = self._empty.pop()
             else:
                 page, _ = self._unreferenced.popitem(last=False)
-                self._remove(page)
+                node = self._remove(page)
+                if self._identity is not None and len(node.tokens) == self.page_size:
+                    self._forgotten.append(node)
             self._ref_counts[page] = 1
             pages.append(page)
         return pages
+
+    def take_forgotten(self) -> list[Node]:
+        """Return the full pages that `allocate` took from the tree since the last call, in their order.
+
+        They keep their content until the next step writes.
+        """
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def key_of(self, place: Hashable) -> bytes:
+        """The key of a node or root."""
+        path = []
+        while isinstance(place, Node) and place.key is None:
+            path.append(place)
+            place = place.parent
+        if isinstance(place, Node):
+            key = place.key
+            assert key is not None
+        else:
+            assert self._identity is not None
+            key = hashlib.blake2b(self._identity + repr(place).encode(), digest_size=32).digest()
+        for node in reversed(path):
+            key = node.key = page_key(key, node.tokens)
+        return key
+
+    def keys_after(self, place: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The keys of the full pages of tokens that follow a node or root."""
+        key, size = self.key_of(place), self.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            key = page_key(key, tokens[start : start + size])
+            yield key
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop a reference to each of a request's pages, in their order; the last are the first to be used again."""
@@ -196,7 +242,7 @@ class PagePool:
             self._unreferenced.pop(page, None)
             self._ref_counts[page] = self._ref_counts.get(page, 0) + 1
 
-    def _remove(self, page: int) -> None:
+    def _remove(self, page: int) -> Node:
         node = self._node_of.pop(page)
         siblings = self._children[node.parent]
         if isinstance(siblings, dict):
@@ -205,6 +251,7 @@ class PagePool:
             del self._children[node.parent]
         if self.listener is not None and len(node.tokens) == self.page_size:
             self.listener.removed(node)
+        return node
 
     def check_integrity(self, page_lists: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless every page is empty, unreferenced or referenced as often as it is listed.

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.spec import shapes_of
+from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
@@ -236,6 +237,31 @@ class DeviceLayout:
     def bitmask(self, rows: int) -> jax.ShapeDtypeStruct:
         """The shape of the bitmask of tokens that some rows may choose."""
         return jax.ShapeDtypeStruct((rows, bitmask_words(self.config.vocab)), np.uint32)
+
+    def block(self, count: int) -> PageBlock:
+        """The shapes of a block with `count` pages of each lane."""
+        layers, cache = self.config.layers, self.state.caches[0]
+
+        def stack(x: Any, *names: str) -> Any:
+            page = x.shape[1:]
+            shape = jax.ShapeDtypeStruct((self.lanes * count, layers, 2, *page), x.dtype)
+            return self.stack_stages(shape, "pages", None, None, *names)
+
+        scale = None if cache.k_scale is None else stack(cache.k_scale, "kv_heads")
+        return PageBlock(stack(cache.k, "page", "kv_heads", "head_dim"), scale)
+
+    @property
+    def host_page(self) -> PageBlock:
+        """The shapes of a page of a lane on the host, [S, L, ...]: of all stages."""
+
+        def on_host(x: Any) -> Any:
+            return jax.ShapeDtypeStruct((self.num_stages, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(on_host, self.block(1))
+
+    def block_shardings(self, count: int) -> Any:
+        """The places of the block that a program returns, as `state_shardings`."""
+        return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.block(count))
 
     def _state(self) -> DeviceState:
         attention, kv_dtype = self.config.attention, self.engine.kv_dtype

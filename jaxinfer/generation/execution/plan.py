@@ -10,6 +10,9 @@ from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.streaming.config import Placement
 
+MOVES = 4, 32
+"""Pages that one program copies to the host's memory or from it: few sizes, since each is compiled."""
+
 
 class Way(enum.Enum):
     """How a step goes through the layers; the value is the name of a decode pass in the record of costs."""
@@ -28,6 +31,7 @@ class Plan:
       buckets: the sizes that a step is padded to.
       stages: how many stages the model's pipeline has; 1: it has none.
       num_pages: pages of a decoder's cache, of each lane; `memory.plan_memory` computes how many fit.
+      host_pages: pages that the host's memory keeps; 0: none.
       max_chunks: how many chunks of a step go through a streamed layer together; None: all.
       placement: the place of each layer, and how far ahead layers are fetched; None: all are on the devices.
     """
@@ -36,6 +40,7 @@ class Plan:
     buckets: Buckets | EncoderBuckets
     stages: int = 1
     num_pages: int = 0
+    host_pages: int = 0
     max_chunks: int | None = None
     placement: Placement | None = None
 
@@ -46,6 +51,7 @@ class Plan:
         config: SharedConfig,
         *,
         num_pages: int = 0,
+        host_pages: int = 0,
         max_chunks: int | None = None,
         placement: Placement | None = None,
     ) -> "Plan":
@@ -53,6 +59,7 @@ class Plan:
         stages = model.rules.num_stages(model.mesh)
         if isinstance(config, EngineConfig):
             buckets = buckets_of(config, model.platform, streamed=placement is not None, stages=stages)
+            buckets = dataclasses.replace(buckets, moves=MOVES if host_pages else ())
         else:
             assert isinstance(config, EncoderEngineConfig)
             buckets = EncoderBuckets.from_config(config, model.lanes)
@@ -61,6 +68,7 @@ class Plan:
             buckets=buckets,
             stages=stages,
             num_pages=num_pages,
+            host_pages=host_pages,
             max_chunks=max_chunks,
             placement=placement,
         )

@@ -46,7 +46,7 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(COUNT, SIZE)
+        self.pool = PagePool(COUNT, SIZE, b"model")
         self.pool.listener = self.heard = Heard()
         self.requests: list[Request] = []
         self.holders: Counter[int] = Counter()
@@ -96,8 +96,12 @@ class Pool(RuleBasedStateMachine):
 
     def allocate(self, count):
         empty = COUNT - len(self.remembered) - len(+self.holders)
+        contents = {page: self.contents.get(page) for page in self.remembered}
         pages = self.pool.allocate(count)
         forgotten = [page for page in pages if page in self.remembered]
+        full = [page for page in forgotten if len(contents[page][2]) == SIZE]
+        taken = self.pool.take_forgotten()
+        assert [(node.page, node.tokens) for node in taken] == [(page, contents[page][2]) for page in full]
         assert forgotten == self.remembered[: max(0, count - empty)]  # only if it must; the oldest first
         del self.remembered[: len(forgotten)]
         self.evicted |= bool(forgotten)
@@ -231,6 +235,33 @@ def test_the_same_tokens_are_registered_once():
     pool.release([first])
     pool.check_integrity([])
     assert pool.allocate(4)[-1] == first  # the only one whose contents are worth keeping
+
+
+def test_keys_name_all_tokens_up_to_the_end_of_a_page():
+    pool, same = (PagePool(4, 2, b"model") for _ in range(2))
+    tokens = [1, 2, 3, 4, 5]
+    for one in (pool, same):
+        one.release(fill(one, "root", tokens))
+    node = pool.match("root", tokens).parent
+    keys = list(pool.keys_after("root", tokens))
+    assert len(keys) == 2  # of full pages
+    assert [pool.key_of(node.parent), pool.key_of(node)] == keys == list(same.keys_after("root", tokens))
+    assert list(pool.keys_after(node.parent, tokens[2:])) == keys[1:]
+    others = [
+        PagePool(4, 2, b"other").keys_after("root", tokens),
+        pool.keys_after("other", tokens),
+        pool.keys_after("root", [7, *tokens[1:]]),
+    ]
+    assert len({key for other in (keys, *others) for key in other}) == 8
+
+
+def test_forgotten_pages_are_noted_for_those_who_want_them():
+    for identity, wanted in ((b"model", [(1, 2)]), (None, [])):
+        pool = PagePool(2, 2, identity)
+        pool.release(fill(pool, "root", [1, 2, 3]))
+        pool.allocate(2)  # the page that is not full is not kept
+        assert [node.tokens for node in pool.take_forgotten()] == wanted
+        assert pool.take_forgotten() == []
 
 
 def test_more_than_there_is_is_refused_and_changes_nothing():

@@ -19,9 +19,11 @@ from jaxinfer.generation.execution.programs import (
     copy_pages,
     decode,
     experts,
+    gather_pages,
     place_adapter,
     prefill,
     ring,
+    scatter_pages,
 )
 from jaxinfer.streaming.config import LayerRange
 
@@ -47,5 +49,5 @@ def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
 
 
 def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-    """The programs that change a decoder's state between passes."""
-    return [file.spec(layout) for file in (admit, copy_pages, place_adapter)]
+    """The programs that change a decoder's state between passes, or copy pages from it."""
+    return [file.spec(layout) for file in (admit, copy_pages, gather_pages, scatter_pages, place_adapter)]

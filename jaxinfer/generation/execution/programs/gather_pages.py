@@ -1,0 +1,56 @@
+"""`gather_pages`: pages are copied from the cache, each contiguous over all layers, before others take their place."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.generation.engine.batch import PageBlock
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.layout import DeviceLayout, integers
+from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.models import KVPages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherPages(Sizes):
+    """The number of pages, padded."""
+
+    program = "gather_pages"
+    count: int
+
+
+def gather_pages(caches: list[KVPages], pages: jax.Array) -> PageBlock:
+    """Return these pages of all layers. pages: int32 [N]; what padding copies has no meaning."""
+
+    def gather(field: str) -> jax.Array:
+        parts = [getattr(layer, field).at[pages].get(mode="clip") for layer in caches]
+        return jnp.stack(parts, axis=1)  # [N, L, ...]
+
+    def both(k: str, v: str) -> jax.Array:
+        return jnp.stack([gather(k), gather(v)], axis=2)
+
+    return PageBlock(both("k", "v"), None if caches[0].k_scale is None else both("k_scale", "v_scale"))
+
+
+def build(static: None, sizes: GatherPages) -> Callable[..., Any]:
+    """Build the function of these sizes."""
+
+    def gather(state: DeviceState, pages: jax.Array) -> PageBlock:
+        return gather_pages(state.caches, pages)
+
+    return gather
+
+
+def spec(layout: DeviceLayout) -> ProgramSpec[GatherPages, Buckets]:
+    """The spec for an engine. Nothing is donated: the pages are read before the step writes to them."""
+    return ProgramSpec(
+        sizes=GatherPages,
+        build=build,
+        arguments=lambda sizes: (layout.state, *layout.inputs(integers(sizes.count))),
+        reachable=lambda buckets: (GatherPages(count=count) for count in buckets.moves),
+        out_shardings=lambda sizes: layout.block_shardings(sizes.count),
+    )

@@ -1,0 +1,128 @@
+"""Pages of the prefix cache on the host, against a model that keeps their contents."""
+
+from collections import OrderedDict
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jaxinfer.compiled import Costs
+from jaxinfer.generation.engine.batch import PageBlock
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.host_pages import HostPages, empty_block
+from jaxinfer.generation.execution.plan import MOVES
+
+COUNT = 5
+CONFIG = EngineConfig(max_batch=2, context=64)
+BUCKETS = Buckets.from_config(CONFIG, moves=(2, 4))
+PAGE = PageBlock(np.empty((2, 3, 2, 4), ml_dtypes.bfloat16), np.empty((2, 3, 5), np.float32))
+KEYS = [bytes([key]) for key in range(9)]
+
+
+def fill(block, index, number):
+    """Write what page `number` has at a place of a block."""
+    for x in block:
+        x[:, index] = np.arange(x[:, index].size).reshape(x[:, index].shape) % 7 + number
+
+
+class Tier(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.pages = HostPages(COUNT, PAGE, BUCKETS, Costs())
+        self.known = OrderedDict()  # key -> what was written last; the least recently used first
+        self.loads = []
+        self.written = 0
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
+    def put(self, keys):
+        blocks = [empty_block(PAGE, size) for size in BUCKETS.moves_of(len(keys))]
+        for index, key in enumerate(keys):
+            self.written += 1
+            fill(blocks[index // 4], index % 4, self.written)
+            if key not in self.known:
+                self.known[key] = self.written
+                if len(self.known) > COUNT:
+                    self.known.popitem(last=False)
+            self.known.move_to_end(key)
+        self.pages.put(keys, blocks)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def get(self, data):
+        keys = data.draw(st.lists(st.sampled_from(list(self.known)), min_size=1, unique=True))
+        self.loads.append((self.pages.get(keys), [self.known[key] for key in keys]))
+        for key in reversed(keys):
+            self.known.move_to_end(key)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def forget(self, data):
+        key = data.draw(st.sampled_from(list(self.known)))
+        del self.known[key]
+        self.pages.forget([key, b"unknown"])
+
+    @rule()
+    def clear(self):
+        self.pages.clear()
+        self.known.clear()
+
+    @invariant()
+    def the_same_pages_are_known(self):
+        self.pages.check_integrity()
+        assert self.pages.stats.pages == len(self.known)
+        order = list(self.known)
+        assert [key in self.pages for key in KEYS] == [key in order for key in KEYS]  # which is a use
+        for key in KEYS:
+            if key in self.known:
+                self.known.move_to_end(key)
+
+    def teardown(self):
+        """A load has what its pages had when it was asked for, whatever came after."""
+        for load, numbers in self.loads:
+            block = load.block.result(60)
+            assert block.kv.shape[1] == sum(BUCKETS.moves_of(len(numbers)))
+            expected = empty_block(PAGE, len(numbers))
+            for index, number in enumerate(numbers):
+                fill(expected, index, number)
+            for found, wanted in zip(block, expected, strict=True):
+                np.testing.assert_array_equal(found[:, : len(numbers)], wanted)
+
+
+TestTier = Tier.TestCase
+TestTier.settings = settings(max_examples=30, stateful_step_count=15, deadline=None, derandomize=True, database=None)
+
+
+@pytest.mark.slow
+def test_many_orders():
+    class Longer(Tier):
+        pass
+
+    case = Longer.TestCase
+    case.settings = settings(max_examples=500, stateful_step_count=40, deadline=None, database=None)
+    case().runTest()
+
+
+def test_moves_hold_all_pages():
+    buckets = Buckets.from_config(CONFIG, moves=MOVES)
+    for pages in range(100):
+        moves = buckets.moves_of(pages)
+        assert 0 <= sum(moves) - pages < MOVES[-1]
+        assert set(moves) <= set(MOVES)
+        assert buckets.moves_of(sum(moves)) == moves
+    assert Buckets.from_config(CONFIG).moves == ()
+
+
+def test_statistics_count_bytes():
+    pages = HostPages(COUNT, PAGE, BUCKETS, Costs())
+    block = empty_block(PAGE, 2)
+    pages.put(KEYS[:2], [block])
+    pages.put(KEYS[:3], [block, block])
+    pages.admitted(2, 0.5)
+    stats = pages.stats
+    assert (stats.pages, stats.stored, stats.read_back, stats.hits, stats.waited) == (3, 3, 2, 1, 0.5)
+    assert stats.stored_bytes == 3 * sum(x.nbytes for x in PAGE)
+    assert "3 of 5 in use" in str(stats)
