@@ -38,6 +38,8 @@ class MemoryOptions(TypedDict, total=False):
     """Memory of each device for weights and cache: bytes, or such as "12GiB"; None: all that is free."""
     host_memory: int | str | None
     """Host memory for layers; None: all that is free."""
+    host_kv: int | str | None
+    """Host memory for pages of the prefix cache that the devices forget: bytes, or such as "8GiB"; None: none."""
     prefetch: int | None
     """Layers fetched ahead of the one that computes; None: chosen by the costs of earlier fetches."""
     layer_files: str | os.PathLike[str] | None
@@ -51,13 +53,14 @@ class MemoryConfig:
     weights: str = "device"
     device_memory: AtLeast1 | None = None
     host_memory: AtLeast1 | None = None
+    host_kv: AtLeast1 | None = None
     prefetch: Annotated[int, Meta(ge=0, le=64, description="an integer in [0, 64]")] | None = None
     layer_files: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}.")
-        check_fields(self, "device_memory", "host_memory", "prefetch", where="MemoryOptions")
+        check_fields(self, "device_memory", "host_memory", "host_kv", "prefetch", where="MemoryOptions")
         for name, used in USED_WITH.items():
             if (value := getattr(self, name)) is not None and self.weights not in used:
                 raise ValueError(
@@ -72,7 +75,7 @@ class MemoryConfig:
         """Make a config from the options of `LLM`; sizes may be strings."""
         sizes = {
             name: parse_bytes(name, value)
-            for name in ("device_memory", "host_memory")
+            for name in ("device_memory", "host_memory", "host_kv")
             if (value := options.get(name)) is not None
         }
         prefetch, folder = options.get("prefetch"), options.get("layer_files")

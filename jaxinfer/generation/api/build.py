@@ -13,16 +13,19 @@ from msgspec import Meta
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.compiled.cpu_library import cpu_library
+from jaxinfer.disk_cache import keys
 from jaxinfer.execution.costs import open_costs
 from jaxinfer.fields import check, shown
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.host_pages import HostPages
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.lanes import LaneScheduler
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.pooler import Pooler
+from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import DevicePrograms
@@ -81,7 +84,8 @@ def build_engine(
 
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
-    processors, adapters, costs = check_processors(logits_processors), None, costs or Costs()
+    processors, costs = check_processors(logits_processors), costs or Costs()
+    adapters, host_pages = None, None
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
         assert isinstance(plan.buckets, EncoderBuckets)
@@ -94,23 +98,17 @@ def build_engine(
             original = model.description.config
             assert isinstance(original, DecoderConfig)
             adapters = AdapterCache(*sizes, model.description.family, original)
-        pass_costs = PassCosts(costs, config.num_speculative_tokens, name=plan.way.value, stages=plan.stages)
-        arrivals, seconds = itertools.count(), step_seconds(model.platform)
-        pools = [PagePool(plan.num_pages, config.page_size) for _ in range(model.lanes)]
-        schedulers = [
-            DecoderScheduler(
-                config,
-                plan.decoder_buckets,
-                pool,
-                adapters,
-                costs=pass_costs,
-                step_seconds=seconds,
-                arrivals=arrivals,
-            )
-            for pool in pools
-        ]
-        scheduler = LaneScheduler(schedulers) if model.lanes > 1 else schedulers[0]
+        pass_costs = PassCosts(
+            costs,
+            config.num_speculative_tokens,
+            name=plan.way.value,
+            stages=plan.stages,
+            chunks=plan.decoder_buckets.chunks,
+        )
         executor = _decoder_executor(model, config, plan, pass_costs, processors, clock, asleep=asleep)
+        if plan.host_pages:
+            host_pages = HostPages(plan.host_pages, executor.state.layout.host_page, plan.decoder_buckets, costs)
+        scheduler = _decoder_scheduler(model, config, plan, pass_costs, adapters, host_pages)
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
         vocab=transformer.vocab,
@@ -124,7 +122,48 @@ def build_engine(
         sentence=model.description.sentence,
         pooler=None if encodes else Pooler(transformer.pooling, transformer.normalize),
     )
-    return Engine(config, inputs, scheduler, executor, clock=clock, asleep=asleep)
+    return Engine(config, inputs, scheduler, executor, host_pages=host_pages, clock=clock, asleep=asleep)
+
+
+def _decoder_scheduler(
+    model: LoadedModel,
+    config: EngineConfig,
+    plan: Plan,
+    costs: PassCosts,
+    adapters: AdapterCache | None,
+    host_pages: HostPages | None,
+) -> DecoderScheduler | LaneScheduler:
+    """Make the scheduler of a decoder: one for each lane of its mesh."""
+    arrivals, identity = itertools.count(), None if host_pages is None else _page_identity(model, config)
+
+    def lane() -> DecoderScheduler:
+        pool = PagePool(plan.num_pages, config.page_size, identity)
+        return DecoderScheduler(
+            config,
+            plan.decoder_buckets,
+            pool,
+            adapters,
+            costs=costs,
+            restoring=None if host_pages is None else Restoring(pool, host_pages, costs, config.chunk_size),
+            step_seconds=step_seconds(model.platform),
+            arrivals=arrivals,
+        )
+
+    return LaneScheduler([lane() for _ in range(model.lanes)]) if model.lanes > 1 else lane()
+
+
+def _page_identity(model: LoadedModel, config: EngineConfig) -> bytes:
+    """A hash of all that the content of a page depends on beside its tokens and its adapter."""
+    parts = {
+        "files": {name: file.sha256 for name, file in model.manifest.files.items()},
+        "weights": str(model.weights),
+        "config": str(model.config),
+        "page_size": config.page_size,
+        "kv_dtype": config.kv_dtype,
+        "mesh": None if model.mesh is None else dict(model.mesh.shape),
+        "rules": str(model.rules),
+    }
+    return keys.digest(parts).encode()
 
 
 def _decoder_executor(

@@ -92,6 +92,8 @@ class LoadedEngine:
         assert isinstance(self.engine, Engine)
         self.engine.sleep()
         self.weights.release(to_disk=level > 1)
+        if level > 1 and self.engine.host_pages is not None:
+            self.engine.host_pages.clear()
         self._set_leaves(self.model.placed_shapes())
         self.reservation.resize(self._sizes_asleep(level))
 
@@ -99,10 +101,12 @@ class LoadedEngine:
         """Return what it reserves while it sleeps."""
         if level > 1:
             return {}
-        weights = self.model.bytes_per_device()
+        weights, host = self.model.bytes_per_device(), dict[str, int]()
+        if self.memory is not None:  # the pages that it keeps there stay
+            host |= self.memory.host_tenants
         if self.model.platform == "cpu":
-            return sizes_of(devices_of(self.model.mesh), device_tenants(weights=weights))
-        return sizes_of([], {}, host={"weights": weights * len(devices_of(self.model.mesh))})
+            return sizes_of(devices_of(self.model.mesh), device_tenants(weights=weights), host=host)
+        return sizes_of([], {}, host={"weights": weights * len(devices_of(self.model.mesh)), **host})
 
     def wake_up(self) -> None:
         """Bring the weights back, and make an empty KV cache. Raises BudgetError, CheckpointError, ClosedError."""
@@ -195,10 +199,11 @@ def load_decoder(
         placement=placement,
         cache_bytes=cache_bytes,
         device_memory=memory_config.device_memory,
+        host_kv=memory_config.host_kv,
         asleep=asleep,
     )
-    plan = Plan.of_model(model, config, num_pages=memory.num_pages, max_chunks=memory.max_chunks, placement=placement)
-    sizes = _reserve(reservation, model, config, memory.tenants, placement, costs, asleep=asleep)
+    plan, host = _plan(model, config, memory, placement), memory.host_tenants
+    sizes = _reserve(reservation, model, config, memory.tenants, placement, costs, host=host, asleep=asleep)
     engine = build_engine(
         model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, asleep=asleep
     )
@@ -237,6 +242,8 @@ def load_encoder(
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
+    if memory_config.host_kv is not None:
+        raise ValueError(f"Embedder.host_kv={memory_config.host_kv} is for decoders, which cache pages: leave it out.")
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
     _begin_kernels(engine_options)
@@ -325,6 +332,18 @@ def _weights(
     return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
 
 
+def _plan(model: LoadedModel, config: EngineConfig, memory: MemoryPlan, placement: Placement | None) -> Plan:
+    """Return the plan of a decoder's engine whose memory is divided so."""
+    return Plan.of_model(
+        model,
+        config,
+        num_pages=memory.num_pages,
+        host_pages=memory.host_pages,
+        max_chunks=memory.max_chunks,
+        placement=placement,
+    )
+
+
 def _reserve(
     reservation: Reservation,
     model: LoadedModel,
@@ -333,16 +352,17 @@ def _reserve(
     placement: Placement | None,
     costs: Costs,
     *,
+    host: Mapping[str, int] | None = None,
     asleep: bool,
 ) -> Sizes:
     """Reserve all memory that a model takes, unless it is asleep; return the sizes. Raises BudgetError.
 
-    tenants: the bytes it takes of each device, by tenant.
+    tenants: the bytes it takes of each device, by tenant. host: likewise of the host, for its KV cache.
     """
-    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    host = {**host_tenants(model, placement), "adapters": read_adapter_bytes(config), **(host or {})}
     sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     if not asleep:
-        remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
+        remedy = "lower cache_bytes, host_kv, max_batch, token_budget or adapter_bytes, or close another model"
         reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
     return sizes
 

@@ -5,10 +5,12 @@ from array import array
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from jaxinfer.generation.engine.batch import Admission, DecodeRow
+from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, Restored, StepOutput, Stored
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.host_pages import Load
+from jaxinfer.generation.engine.page_pool import Match, PagePool
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.restoring import Restoring, restored
 from jaxinfer.generation.engine.speculation import SpeculationControl
 from jaxinfer.generation.lora.cache import AdapterCache
 
@@ -31,6 +33,7 @@ class Allocation:
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
       node: the last of these in the tree.
+      load: pages of its prefix on their way from the host, while it waits; None: there are none.
       row: its last row in a batch, which stays the same while its pages do; None before.
       min_in_flight: the fewest tokens that the steps in flight will add.
       max_in_flight: the most.
@@ -46,6 +49,7 @@ class Allocation:
     num_prefilled_tokens: int = 0
     num_inserted_pages: int = 0
     node: Hashable = None
+    load: Load | None = None
     row: DecodeRow | None = None
     min_in_flight: int = 0
     max_in_flight: int = 0
@@ -54,7 +58,7 @@ class Allocation:
         """Forget all that it was given: it waits, and is computed from its first token."""
         self.slot, self.adapter_index, self.pages = -1, 0, NO_PAGES
         self.prefilling, self.num_prefilled_tokens = True, 0
-        self.num_inserted_pages, self.node = 0, None
+        self.num_inserted_pages, self.node, self.load = 0, None, None
         self.min_in_flight = self.max_in_flight = 0
 
     @property
@@ -82,20 +86,35 @@ class _Pages(NamedTuple):
       node: the last shared page in the tree of cached prefixes.
       num_cached_tokens: leading tokens whose keys and values they have, after the copy.
       copy: the (source, target) page to copy, or None.
+      restored: those that come from the host, or None.
     """
 
     pages: list[int]
     num_shared: int
     node: Hashable
     num_cached_tokens: int
-    copy: tuple[int, int] | None
+    copy: tuple[int, int] | None = None
+    restored: Restored | None = None
 
 
 class Allocator:
-    """Gives slots, pages and adapters to sequences, and takes them back."""
+    """Gives slots, pages and adapters to sequences, and takes them back.
 
-    def __init__(self, config: EngineConfig, pages: PagePool, adapters: AdapterCache | None):
-        self.config, self.pages, self.adapters = config, pages, adapters
+    Args:
+      config: the engine's sizes.
+      pages: the pages of the cache.
+      adapters: the adapters on the device; None: there is no room for any.
+      restoring: brings pages to the host that the cache forgets, and back; None: they are forgotten.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: PagePool,
+        adapters: AdapterCache | None,
+        restoring: Restoring | None = None,
+    ):
+        self.config, self.pages, self.adapters, self.restoring = config, pages, adapters, restoring
         self._free_slots: list[int] = []
         self._written: set[int] = set()  # pages that the step in preparation writes
         self.reset()
@@ -113,7 +132,7 @@ class Allocator:
 
         Args:
           spare: pages to leave free for others.
-          wait: whether to wait for its adapter's files, as when nothing else runs.
+          wait: whether to wait for its adapter's files and its pages, as when nothing else runs.
 
         Raises ValueError or OSError if its adapter cannot be read.
         """
@@ -121,7 +140,7 @@ class Allocator:
         adapter_index = self._pin_adapter(sequence, wait=wait)
         if adapter_index is None:
             return None
-        taken = self._take_pages(sequence, spare)
+        taken = self._take_pages(allocation, spare, wait=wait)
         if taken is None:
             self._unpin_adapter(sequence)
             return None
@@ -139,6 +158,7 @@ class Allocator:
             num_cached_tokens=taken.num_cached_tokens,
             decodes=not allocation.prefilling,
             copy=taken.copy,
+            restored=taken.restored,
         )
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
@@ -157,9 +177,9 @@ class Allocator:
     def _reuses(self, sequence: Sequence) -> bool:
         return self.config.prefix_caching and not _needs_every_token(sequence)
 
-    def _take_pages(self, sequence: Sequence, spare: int) -> _Pages | None:
-        """Take pages for all known tokens, shared or copied where cached; None if the sequence has to wait."""
-        pages, size = self.pages, self.pages.page_size
+    def _take_pages(self, allocation: Allocation, spare: int, *, wait: bool) -> _Pages | None:
+        """Take pages for all known tokens, shared, restored or copied where cached; None if it has to wait."""
+        sequence, pages, size = allocation.sequence, self.pages, self.pages.page_size
         match = pages.match(_root(sequence), sequence.token_ids[:-1] if self._reuses(sequence) else [])
         if match.num_copied_tokens and match.copy_from in self._written:  # a copy must wait until its source is written
             pages.release([*match.pages, match.copy_from])
@@ -171,6 +191,16 @@ class Allocator:
         if needed + spare > pages.free:
             pages.release(match.pages)
             return None
+        if self.restoring is not None and self._reuses(sequence):
+            rest = sequence.token_ids[len(match.pages) * size :]
+            load = allocation.load = self.restoring.begin(allocation.load, match.parent, rest)
+            if load is not None:
+                if match.num_copied_tokens:
+                    pages.release([match.copy_from])
+                if not wait and not load.block.done():
+                    pages.release(match.pages)
+                    return None
+                return self._restore(allocation, load, match, rest)
         new, copy = pages.allocate(needed), None
         if match.num_copied_tokens:
             copy = match.copy_from, new[0]
@@ -181,6 +211,24 @@ class Allocator:
             node=match.parent,
             num_cached_tokens=len(match.pages) * size + match.num_copied_tokens,
             copy=copy,
+        )
+
+    def _restore(self, allocation: Allocation, load: Load, match: Match, tokens: list[int]) -> _Pages:
+        """Take pages for these tokens after the shared ones, of which the first come from the host."""
+        assert self.restoring is not None
+        pages, size, node = self.pages, self.pages.page_size, match.parent
+        block, first, count = self.restoring.end(load, node, tokens)
+        allocation.load = None
+        new = pages.allocate(pages.pages_for(len(tokens)))
+        for index in range(count):
+            node = pages.insert(node, tokens[index * size : (index + 1) * size], new[index])
+        self._written.update(new[:count])
+        return _Pages(
+            pages=match.pages + new,
+            num_shared=len(match.pages) + count,
+            node=node,
+            num_cached_tokens=(len(match.pages) + count) * size,
+            restored=None if block is None else restored(new[:count], block, first),
         )
 
     def missing_pages(self, allocation: Allocation, length: int) -> int:
@@ -230,6 +278,17 @@ class Allocator:
             self._unpin_adapter(allocation.sequence)
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
+
+    def take_stored(self) -> tuple[Stored, ...]:
+        """Return the pages that gave way to others, and that the step in preparation is to bring to the host."""
+        assert self.restoring is not None
+        return self.restoring.take_stored()
+
+    def store(self, batch: Batch, output: StepOutput) -> None:
+        """Keep the pages that a step has brought to the host."""
+        assert self.restoring is not None
+        (blocks,) = output.stored
+        self.restoring.store(batch.stored, blocks)
 
     def has_adapter(self, sequence: Sequence) -> bool:
         """Check that a sequence's adapter is on the devices, or it needs none."""

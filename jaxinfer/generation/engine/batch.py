@@ -27,6 +27,30 @@ class PageBlock(NamedTuple):
     scale: Any = None
 
 
+class Restored(NamedTuple):
+    """Pages that come back to the cache before anything is read.
+
+    Attributes:
+      pages: the page that each of the block becomes; -1: none.
+      block: their content, numpy [S, N, ...].
+    """
+
+    pages: list[int]
+    block: PageBlock
+
+
+class Stored(NamedTuple):
+    """A page that gives way to another, whose content the step brings to the host before anything is written.
+
+    Attributes:
+      page: the page.
+      key: the name of its content (`page_pool.page_key`).
+    """
+
+    page: int
+    key: bytes
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
     """A sequence that has just got its slot.
@@ -39,6 +63,7 @@ class Admission:
       num_cached_tokens: leading tokens whose keys and values the cache has.
       decodes: whether only its last token still has to go through the model, so that it decodes at once.
       copy: the (source, target) page to copy before anything is written, or None.
+      restored: pages of its prefix that come from the host, or None.
     """
 
     sequence: Sequence
@@ -48,6 +73,7 @@ class Admission:
     num_cached_tokens: int
     decodes: bool
     copy: tuple[int, int] | None = None
+    restored: Restored | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # neither frozen nor by keyword: a prompt has many
@@ -111,6 +137,7 @@ class Batch:
     Attributes:
       admissions: sequences that have just got their slot.
       adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
+      stored: pages to bring to the host before anything runs.
       chunks: chunks of prompts.
       rows: sequences that decode.
       passes: passes through the model; 1 if there are chunks.
@@ -122,6 +149,7 @@ class Batch:
 
     admissions: tuple[Admission, ...] = ()
     adapter_uploads: tuple[tuple[int, Adapter], ...] = ()
+    stored: tuple[Stored, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
     passes: int = 1
@@ -138,7 +166,8 @@ class Batch:
         def join(field: str) -> tuple[Any, ...]:
             return tuple(part for lane in lanes for part in getattr(lane, field))
 
-        joined = {field: join(field) for field in ("admissions", "adapter_uploads", "chunks", "rows", "failures")}
+        fields = "admissions", "adapter_uploads", "stored", "chunks", "rows", "failures"
+        joined = {field: join(field) for field in fields}
         return cls(
             **joined,
             passes=max((lane.passes for lane in lanes if lane.rows), default=1),
@@ -160,6 +189,16 @@ class Batch:
     def copies(self) -> list[tuple[int, int]]:
         """(source, target) pages of a lane to copy before anything is written."""
         return [admission.copy for admission in self.admissions if admission.copy is not None]
+
+    @property
+    def restored(self) -> list[Restored]:
+        """Pages of a lane that come from the host."""
+        return [admission.restored for admission in self.admissions if admission.restored is not None]
+
+    @property
+    def num_restored_pages(self) -> int:
+        """How many pages come from the host, in all lanes."""
+        return sum([page >= 0 for lane in self.lanes for pages, _ in lane.restored for page in pages])
 
     @functools.cached_property
     def parts(self) -> tuple[Chunk | DecodeRow, ...]:
@@ -213,6 +252,8 @@ class StepOutput:
 
     Attributes:
       outputs: one for each of `Batch.parts`.
+      stored: blocks with each lane's pages of `Batch.stored`, in their order, numpy [S, N, ...].
     """
 
     outputs: list[SequenceOutput]
+    stored: list[list[PageBlock]] = dataclasses.field(default_factory=list)

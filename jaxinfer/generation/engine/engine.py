@@ -15,6 +15,7 @@ from jaxinfer.compiled.background import StoppedError
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import SharedConfig
+from jaxinfer.generation.engine.host_pages import HostPages
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
@@ -42,6 +43,7 @@ class Engine:
       inputs: makes requests from prompts.
       scheduler: decides what every step runs.
       executor: runs it on the device.
+      host_pages: keeps pages of the prefix cache in the host's memory; None: nobody does.
       clock: the time of sequences, real or virtual.
       asleep: whether nothing is on the device before `wake_up`.
     """
@@ -53,11 +55,12 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         *,
+        host_pages: HostPages | None = None,
         clock: Clock = time.perf_counter,
         asleep: bool = False,
     ):
         self._config = config
-        self.inputs, self.scheduler = inputs, scheduler
+        self.inputs, self.scheduler, self.host_pages = inputs, scheduler, host_pages
         self._executor: Executor | None = executor
         self._outputs = OutputProcessor(clock)
         self._lock = threading.RLock()  # held by steps and by `close`
@@ -99,6 +102,7 @@ class Engine:
             compile_misses=executor.programs.misses,
             cpu_kernels=executor.programs.cpu_kernels,
             pipeline=executor.report().pipeline,
+            host_kv=None if self.host_pages is None else self.host_pages.stats,
         )
 
     # Requests

@@ -113,8 +113,9 @@ class LaneScheduler:
         outputs, most = iter(output.outputs), max(len(part.rows) for part in batch.lanes)
         chunks = [[next(outputs) for _ in part.chunks] for part in batch.lanes]
         rows = [[next(outputs) for _ in part.rows] for part in batch.lanes]
-        for lane, part, *results in zip(self.lanes, batch.lanes, chunks, rows, strict=True):
-            lane.commit(part, StepOutput(outputs=[*results[0], *results[1]]), rows=most)
+        for index, (lane, part) in enumerate(zip(self.lanes, batch.lanes, strict=True)):
+            results = StepOutput(outputs=chunks[index] + rows[index], stored=output.stored[index : index + 1])
+            lane.commit(part, results, rows=most)
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request in all lanes. Returns its sequences that had not left yet."""

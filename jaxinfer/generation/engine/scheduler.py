@@ -13,6 +13,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.passes import STEP_SECONDS, ChosenPasses, PassChooser, PreparedStep
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.running import RunningSequences
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
 from jaxinfer.generation.engine.stats import SchedulerStats
@@ -60,6 +61,7 @@ class DecoderScheduler:
       buckets: the sizes that programs are compiled for.
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
+      restoring: brings pages to the host that the cache forgets, and back; None: they are forgotten.
       costs: the times of passes.
       step_seconds: the longest time that a decode step of several passes should take.
       arrivals: numbers of arrivals; None: it counts for itself.
@@ -80,12 +82,13 @@ class DecoderScheduler:
         adapters: AdapterCache | None = None,
         *,
         costs: PassCosts,
+        restoring: Restoring | None = None,
         step_seconds: float = STEP_SECONDS,
         arrivals: Iterator[int] | None = None,
     ):
         self.config, self.pages = config, pages
         self.passes = PassChooser(config.max_decode_passes, buckets, costs, step_seconds)
-        self.allocator = Allocator(config, pages, adapters)
+        self.allocator = Allocator(config, pages, adapters, restoring)
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running = RunningSequences()
         self.preemptions = 0
@@ -216,9 +219,11 @@ class DecoderScheduler:
         if ahead := passes * (1 + speculative) - 1:  # for the next token `prepare` has given a page
             for allocation in step.decoding:
                 self.allocator.extend(allocation, _length(allocation) + ahead)
+        runs, keeps = bool(step.chunks or step.decoding), self.allocator.restoring is not None
         batch = Batch(
             admissions=tuple(step.admissions),
-            adapter_uploads=self._uploads() if step.chunks or step.decoding else (),
+            adapter_uploads=self._uploads() if runs else (),
+            stored=self.allocator.take_stored() if runs and keeps else (),
             chunks=tuple(step.chunks),
             rows=tuple([self._row(allocation, speculative) for allocation in step.decoding]),
             passes=passes,
@@ -343,6 +348,8 @@ class DecoderScheduler:
         rows: of the lane with the most, to which the others were padded; None: those of the batch.
         """
         self._count_in_flight(batch, -1)
+        if batch.stored:
+            self.allocator.store(batch, output)
         if batch.num_speculative_tokens:
             self._learn(batch, output, len(batch.rows) if rows is None else rows)
         find, insert_prefix = self._unfinished.allocations.get, self.allocator.insert_prefix

@@ -1,13 +1,15 @@
 """When speculation pays off: a speculative pass takes longer than a plain one, and gains the accepted tokens."""
 
+from collections.abc import Sequence
+
 from jaxinfer.compiled import Bucket, Costs
 
 RETRY = 16
 """Output tokens after which speculation is retried for a request that it did not pay off for; doubled each time."""
 SMOOTHING = 0.3
 UNKNOWN_COST = 2.0
-DECODE = "decode"
-"""The name of the program that decodes with all layers; passes of other kinds have chunks, too."""
+DECODE, PREFILL = "decode", "prefill"
+"""The names of the programs that decode, and compute prompts, with all layers; passes of other kinds do both."""
 TRIES = 3
 """Steps by which each way of rows through a pipeline is judged, at least."""
 
@@ -55,14 +57,23 @@ class PassCosts:
       num_speculative_tokens: speculative tokens of each row in a speculative pass.
       name: the name of a decode pass in the record.
       stages: of a pipeline; 1: there is none.
+      chunks: the numbers of chunks of steps.
 
     Attributes:
       all: the record.
       stages: as given.
     """
 
-    def __init__(self, costs: Costs, num_speculative_tokens: int, *, name: str = DECODE, stages: int = 1):
-        self.all, self.stages, self._speculative = costs, stages, num_speculative_tokens
+    def __init__(
+        self,
+        costs: Costs,
+        num_speculative_tokens: int,
+        *,
+        name: str = DECODE,
+        stages: int = 1,
+        chunks: Sequence[int] = (),
+    ):
+        self.all, self.stages, self._speculative, self._chunks = costs, stages, num_speculative_tokens, chunks
         self._name, self._sizes = name, {} if name == DECODE else {"chunks": 0}
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int, at_most: bool = False) -> None:
@@ -87,6 +98,11 @@ class PassCosts:
         micro_batches: in which the rows go through the stages of a pipeline.
         """
         return self._mean(rows, 0, micro_batches) or self._mean(rows, self._speculative, micro_batches)
+
+    def chunk_seconds(self) -> float | None:
+        """The fewest seconds that a chunk of a prompt takes, of the known sizes of steps; None if none is known."""
+        name = PREFILL if self._name == DECODE else self._name
+        return min((s / n for n in self._chunks if (s := self.all.mean(name, chunks=n)) is not None), default=None)
 
     def micro_batches(self, rows: int) -> int:
         """Return in how many micro-batches rows go through the stages of a pipeline the fastest.

@@ -10,10 +10,11 @@ from rich.filesize import decimal
 
 from jaxinfer.compiled import Bucket, Clock
 from jaxinfer.compiled.spec import shapes_of
-from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import Batch, PageBlock, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
+from jaxinfer.generation.engine.restoring import WRITE_PAGE
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import BaseExecutor, DevicePrograms, Passes, send_to_host
 from jaxinfer.generation.execution.commands import Command
@@ -40,6 +41,7 @@ class PassResult:
       stages: of the pipeline that it went through, of which the last has the results.
       micro_batches: those of it that were not empty.
       steady_share: the share of its time that its passes take in a pipeline that neither fills nor drains.
+      blocks: pages for the host that the step has copied before; its first pass has them.
     """
 
     name: str
@@ -49,6 +51,7 @@ class PassResult:
     stages: int = 1
     micro_batches: int = 1
     steady_share: float = 1.0
+    blocks: tuple[PageBlock, ...] = ()
 
     def read(self, lane: Batch, output: PrefillOutput | DecodeOutput) -> list[SequenceOutput]:
         """Read the results of one lane, on the host, for each of `Batch.parts`."""
@@ -155,7 +158,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         for part, result in zip(parts, results, strict=True):
             result.output = only_asked(part, result.output)
         if not self._on_host:
-            send_to_host([result.output for result in results])
+            send_to_host([(result.output, result.blocks) for result in results])
         return InFlightStep(batch, (parts, results), launched)
 
     def commands(self, batch: Batch, parts: Iterable[Batch]) -> list[Command]:
@@ -169,13 +172,15 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """Send the commands of a step to the devices."""
         if self._restarting:
             self.restart()
-        passes = []
+        passes, blocks = [], []
         for command in commands:
             if isinstance(command.sizes, Pass):
                 passes.append(command)
-            else:
-                self.state.change(command)
-        return self.passes.run(passes, self.state)
+            elif (block := self.state.change(command)) is not None:
+                blocks.append(block)
+        results = self.passes.run(passes, self.state)
+        results[0].blocks = tuple(blocks)
+        return results
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step; returns its results."""
@@ -185,7 +190,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         on_host = self._read([result.output for result in results])
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
-        self._record(results[0], outputs[0], self._seconds(step), at_most=late)
+        seconds = self._seconds(step)
+        if restored := step.batch.num_restored_pages if step.batch.admissions else 0:
+            self._record_restored(results[0], seconds, restored, late=late)
+        else:
+            self._record(results[0], outputs[0], seconds, at_most=late)
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, result, by_lane in zip(parts, results, outputs, strict=True):
@@ -193,9 +202,25 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 read = result.read(lane, output)
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
-        return StepOutput(outputs=chunks + rows)
+        return StepOutput(
+            outputs=chunks + rows, stored=self._blocks_of_lanes(results[0].blocks) if step.batch.stored else []
+        )
 
-    def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput]) -> Any:
+    def _record_restored(self, first: PassResult, seconds: float, pages: int, *, late: bool) -> None:
+        """Record how much longer a step took than others of its sizes, since pages came back to the cache before."""
+        usual = self.costs.mean(first.name, **dict(first.bucket)) if isinstance(first.output, PrefillOutput) else None
+        if usual is not None and not late:
+            self.costs.record(WRITE_PAGE, (), max(seconds - usual, 0.0), passes=pages)
+
+    def _blocks_of_lanes(self, blocks: Sequence[PageBlock]) -> list[list[PageBlock]]:
+        """Wait for pages for the host; returns those of each lane."""
+        stages, lanes = self.state.layout.num_stages, self.state.layout.lanes
+        on_host = jax.tree.map(lambda x: x.reshape(stages, lanes, -1, *x.shape[1:]), self._read(blocks))
+        return [
+            [PageBlock(*(x if x is None else x[:, lane] for x in block)) for block in on_host] for lane in range(lanes)
+        ]
+
+    def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput | PageBlock]) -> Any:
         """Wait for results; returns them as arrays of the host."""
         return jax.tree.map(np.asarray, outputs) if self._on_host else jax.device_get(outputs)
 

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS
 from jaxinfer.generation.execution.programs import place_adapter, zeros
+from jaxinfer.generation.execution.programs.gather_pages import GatherPages
 from jaxinfer.generation.execution.spares import STATES
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import LayerAdapters
@@ -70,13 +72,16 @@ class DecoderState:
         if self.adapters is None and self._no_adapters is not None:
             self.adapters = self._no_adapters()
 
-    def change(self, command: Command) -> None:
-        """Send a command of a program that changes the state to the devices."""
+    def change(self, command: Command) -> PageBlock | None:
+        """Send a command to the devices that changes the state; returns the pages of one that copies some from it."""
         program = self._programs.cache.get(command.sizes)
+        if isinstance(command.sizes, GatherPages):
+            return program(self.arrays, *command.inputs)
         if isinstance(command.sizes, place_adapter.PlaceAdapter):  # steps in flight keep the arrays they were given
             self.adapters = program(self.adapters, *command.inputs)
         else:
             self.arrays = program(self.arrays, *command.inputs)
+        return None
 
     def bitmask(self, packed: np.ndarray | None, rows: int) -> Any:
         """The tokens that rows, so many of a lane, may choose. None: any, which the devices keep."""

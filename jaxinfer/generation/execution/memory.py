@@ -11,16 +11,19 @@ import jax
 from jax.sharding import Mesh
 from rich.filesize import decimal
 
+from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned
 from jaxinfer.compiled import Costs, ProgramCache, ProgramSpec, executable_store
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
+from jaxinfer.generation.engine.host_pages import MAX_WRITES, bytes_of_page
 from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.plan import MOVES
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import pass_programs, whole_programs
 from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.serving.budget import Budget, Offer, Offers, Sizes, budget_of, host_budget
+from jaxinfer.serving.budget import Budget, BudgetError, Offer, Offers, Sizes, budget_of, host_budget
 from jaxinfer.streaming.config import LayerRange, Placement, exact_bytes
 from jaxinfer.streaming.experts import IN_FLIGHT
 from jaxinfer.streaming.model import layer_ranges
@@ -36,6 +39,9 @@ LAYERS = "layers"
 EXPERTS = "experts"
 """The tenant of a streamed model's experts."""
 
+MOVING = "KV pages on their way"
+"""The tenant of pages between the cache and the host."""
+
 COARSE_BITS = 6
 """Leading binary digits of a number of pages that the plan keeps, if it has the choice."""
 
@@ -50,6 +56,8 @@ class MemoryPlan:
       workspace: bytes that the largest program needs while it runs; None if there was enough not to ask.
       page_bytes: one page of keys and values, all layers.
       num_pages: pages of the cache.
+      host_pages: pages that the host's memory keeps of those that the cache forgets.
+      host_tenants: bytes to reserve of the host for them, by purpose.
       tenants: bytes to reserve of the device, by purpose.
       max_chunks: chunks that go through a streamed layer together, so that their activations fit; None: all of a step.
     """
@@ -60,6 +68,8 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     tenants: dict[str, int]
+    host_pages: int = 0
+    host_tenants: dict[str, int] = dataclasses.field(default_factory=dict)
     max_chunks: int | None = None
 
     @property
@@ -81,6 +91,7 @@ def plan_memory(
     placement: Placement | None = None,
     cache_bytes: int | None = None,
     device_memory: int | None = None,
+    host_kv: int | None = None,
     asleep: bool = False,
 ) -> MemoryPlan:
     """Divide the memory beside the weights between the cache and the programs' workspace.
@@ -92,22 +103,24 @@ def plan_memory(
       placement: the place of each layer; None: all are on the devices.
       cache_bytes: bytes of the cache; None: as many as there is room for.
       device_memory: bytes that the model may take of each device, weights included; None: all that are free.
+      host_kv: bytes of the host's memory for pages that the cache forgets; None: it keeps none.
       asleep: whether the weights are not on the devices yet, whose memory others will have left when they come.
 
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
-    shared = shares_memory(model.platform)
-    tenants = weight_tenants(model, placement)
+    shared, tenants = shares_memory(model.platform), weight_tenants(model, placement)
     weights = sum(tenants.values())
-    available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
-    if device_memory is not None:
-        available = min(available, device_memory - weights)
-    available -= buffer_bytes(placement)
-    buckets = buckets_of(config, model.platform, streamed=placement is not None)
     layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
-    full = config.max_batch * config.pages_per_sequence
-    max_chunks = None
+    host_pages, on_host = _host_pages(layout, config, host_kv)
+    moving, buffers = 2 * MOVES[-1] * size if host_pages and not shared else 0, buffer_bytes(placement)
+    available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
+    available -= sum(on_host.values()) // len(devices_of(model.mesh)) if shared else 0
+    if device_memory is not None:
+        available = min(available, device_memory - weights)
+    available -= buffers + moving
+    buckets = buckets_of(config, model.platform, streamed=placement is not None)
+    full, max_chunks = config.max_batch * config.pages_per_sequence, None
     if cache_bytes is None and is_ample(model, device_memory, available, full * size + adapters):
         workspace = None
     elif placement is not None:
@@ -127,18 +140,46 @@ def plan_memory(
     pages = min(cache_limit // size, full) if shared else cache_limit // size
     if cache_bytes is None and pages != full:
         pages = _coarse(pages)
-    tenants |= device_tenants(
-        buffers=buffer_bytes(placement), adapters=adapters, cache=pages * size, workspace=workspace or 0
-    )
+    moved = {"cache": pages * size, "moving": moving}
+    tenants |= device_tenants(buffers=buffers, adapters=adapters, workspace=workspace or 0, **moved)
     return MemoryPlan(
         weights=weights + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,
         num_pages=pages,
+        host_pages=host_pages,
+        host_tenants=on_host,
         tenants=tenants,
         max_chunks=max_chunks,
     )
+
+
+def _host_pages(layout: DeviceLayout, config: EngineConfig, host_kv: int | None) -> tuple[int, dict[str, int]]:
+    """Return how many pages the host keeps, and the bytes of its memory for that, by tenant.
+
+    Raises ValueError, BudgetError.
+    """
+    if host_kv is None:
+        return 0, {}
+    if not config.prefix_caching:
+        raise ValueError(
+            f"host_kv={host_kv} keeps pages of the prefix cache, and prefix_caching=False: leave one of them out."
+        )
+    rooms = [room for room in (host_budget().free, host_budget().available) if room is not None]
+    if rooms and host_kv > min(rooms):
+        raise BudgetError(
+            f"host_kv={host_kv}: {exact_bytes(max(min(rooms), 0))} of the host's memory are free: lower it, or close "
+            f"another model.{host_budget().report}"
+        )
+    size = bytes_of_page(layout.host_page)
+    if host_kv < size:
+        raise ValueError(
+            f"host_kv={host_kv} has no room for one page of {config.page_size} tokens, which takes "
+            f"{exact_bytes(size)}: raise it, lower page_size, or leave it out."
+        )
+    moving = (2 * config.pages_per_sequence + MAX_WRITES * MOVES[-1]) * size
+    return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {"KV pages of the host": host_kv, MOVING: moving}
 
 
 def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
@@ -185,6 +226,7 @@ def device_tenants(
     buffers: int = 0,
     adapters: int = 0,
     cache: int = 0,
+    moving: int = 0,
     workspace: int = 0,
 ) -> dict[str, int]:
     """A model's reservations of a device, in bytes by tenant; those of 0 bytes are left out.
@@ -196,6 +238,7 @@ def device_tenants(
       buffers: space for layers that come while others compute.
       adapters: LoRA adapters.
       cache: keys and values.
+      moving: pages of the cache on their way to the host or from it.
       workspace: bytes that the largest program needs while it runs.
     """
     tenants = {
@@ -205,6 +248,7 @@ def device_tenants(
         "layers on their way": buffers,
         "adapters": adapters,
         "KV pages": cache,
+        MOVING: moving,
         "programs' workspace": workspace,
     }
     return {tenant: size for tenant, size in tenants.items() if size}

@@ -1,24 +1,27 @@
 """Packs a batch, padded to its buckets, into arrays on the host: the inputs of commands."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow
+from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, PageBlock, Restored
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs.admit import Admit
 from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.embed import EncoderSizes
+from jaxinfer.generation.execution.programs.gather_pages import GatherPages
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.pipeline import RingSchedule
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.programs.ring import decode_sizes, prefill_sizes
+from jaxinfer.generation.execution.programs.scatter_pages import ScatterPages
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
 from jaxinfer.sharding.schedules import queued_stride
@@ -61,15 +64,23 @@ class Packer:
         self._nowhere = layout.engine.max_batch  # a slot that no request has
 
     def changes(self, batch: Batch) -> list[Command]:
-        """The commands that prepare the state for a batch: adapters come, pages are copied, slots are filled."""
+        """The commands that prepare the state for a batch: adapters come, pages are copied, slots are filled.
+
+        Pages are read for the host before any is written, and come from the host after copies have read theirs.
+        """
         commands = [
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
         ]
+        if batch.stored:
+            commands += self._gathers(batch)
         copies, admissions = ([lane.copies for lane in batch.lanes], [lane.admissions for lane in batch.lanes])
         if count := max(map(len, copies)):
             count = round_up(count, self.buckets.admissions)
             commands.append(Command(CopyPages(count=count), _join([self._copies(lane, count) for lane in copies])))
+        if batch.admissions:
+            for restored in itertools.zip_longest(*[lane.restored for lane in batch.lanes]):
+                commands += self._scatters(restored)
         if count := max(map(len, admissions)):
             count = round_up(count, self.buckets.admissions)
             commands.append(Command(Admit(count=count), _join([self._admissions(lane, count) for lane in admissions])))
@@ -112,6 +123,27 @@ class Packer:
         if stages > 1:
             return decode_sizes(batch.micro_batches, rows_padded, speculative, pages), min(batch.micro_batches, rows)
         return Pass(chunks=padded, batch=rows_padded, speculative=speculative, pages=pages), 1
+
+    def _gathers(self, batch: Batch) -> list[Command]:
+        """The commands that copy pages for the host."""
+        pages = [[page for page, _ in lane.stored] for lane in batch.lanes]
+        commands, start = [], 0
+        for count in self.buckets.moves_of(max(map(len, pages))):
+            parts = [lane[start : start + count] for lane in pages]
+            commands.append(Command(GatherPages(count=count), (_join([_padded(part, count, 0) for part in parts]),)))
+            start += count
+        return commands
+
+    def _scatters(self, lanes: Sequence[Restored | None]) -> list[Command]:
+        """The commands that put pages from the host into the cache, at most one sequence's of each lane."""
+        commands, start = [], 0
+        for count in self.buckets.moves_of(max([len(lane.pages) for lane in lanes if lane])):
+            part = slice(start, start + count)
+            pages = [_padded(lane.pages[part] if lane else [], count, -1) for lane in lanes]
+            pages = [np.where(each < 0, self.layout.num_pages, each) for each in pages]
+            commands.append(Command(ScatterPages(count=count), (_join(pages), _block(lanes, part))))
+            start += count
+        return commands
 
     # A lane
 
@@ -181,6 +213,33 @@ class Packer:
 def _join[T](lanes: list[T]) -> T:
     """Put each lane's arrays one after the other, as `DeviceLayout` has them."""
     return lanes[0] if len(lanes) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *lanes)
+
+
+def _padded(pages: Sequence[int], count: int, padding: int) -> np.ndarray:
+    """The pages as int32 [count]."""
+    padded = np.full(count, padding, np.int32)
+    padded[: len(pages)] = pages
+    return padded
+
+
+def _block(lanes: Sequence[Restored | None], part: slice) -> PageBlock:
+    """A part of the lanes' blocks, as programs take it: in each stage, the lanes one after the other."""
+    known = next(lane.block for lane in lanes if lane)
+
+    def join(field: str, like: np.ndarray | None) -> np.ndarray | None:
+        if like is None:
+            return None
+        shape = like.shape[0], part.stop - part.start, *like.shape[2:]
+        if len(lanes) == 1:  # nearly always: nothing is copied
+            return like[:, part].reshape(-1, *shape[2:])
+        joined = np.zeros((shape[0], len(lanes), *shape[1:]), like.dtype)
+        for index, lane in enumerate(lanes):
+            if lane:
+                given = getattr(lane.block, field)[:, part]
+                joined[:, index, : given.shape[1]] = given
+        return joined.reshape(-1, *shape[2:])
+
+    return PageBlock(*(join(field, like) for field, like in known._asdict().items()))
 
 
 def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int, places: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,244 @@
+"""Pages of the prefix cache that host memory keeps: what was computed once is not computed again."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from jaxinfer import AsyncLLM, Embedder, FinishReason, SamplingParams
+from jaxinfer.compiled import Costs
+from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages
+from jaxinfer.generation.engine.restoring import WRITE_PAGE
+from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.serving.budget import BudgetError, host_budget
+from tests.generation.conftest import PAGE_BYTES
+from tests.generation.few_programs import few_programs
+from tests.generation.sampled import fail_one_launch
+from tests.generation.ways import with_costs
+from tests.models import goldens
+
+PAGES = 14  # of the devices; a request takes up to 8
+PAGE = PAGE_BYTES // 2
+SIZES = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 16, "chunk_size": 16, "max_decode_passes": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LONG = dataclasses.replace(GREEDY, max_tokens=24)
+PROMPTS = [np.random.default_rng(seed).integers(0, 250, 40).tolist() for seed in range(6)]
+"""Of five pages each: the devices have room for two."""
+
+
+def make(model_dir, costs=None, **options):
+    """An engine whose record of costs is fixed; by default it knows none, and so restores all that it can."""
+    with few_programs():
+        return with_costs(costs or Costs.fixed({}), model_dir, cache_bytes=PAGES * PAGE, **SIZES, **options)
+
+
+def make_hosted(model_dir, pages=100, **options):
+    return make(model_dir, host_kv=pages * PAGE, **options)
+
+
+@pytest.fixture(scope="module")
+def hosted(model_dir):
+    return make_hosted(model_dir)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir):
+    """The tokens of each prompt, with nothing cached."""
+    plain = make(model_dir)
+    return {length: [tokens(plain, [p], params) for p in PROMPTS] for length, params in ((10, GREEDY), (24, LONG))}
+
+
+@pytest.fixture
+def llm(hosted):
+    """With nothing cached, on the devices or the host."""
+    hosted.engine.scheduler.pages.clear()
+    hosted.engine.host_pages.clear()
+    return hosted
+
+
+class Work:
+    """What an engine has done since this was made."""
+
+    def __init__(self, llm):
+        self._llm, self._before = llm, llm.stats()
+
+    def __getattr__(self, name):
+        now, before = self._llm.stats(), self._before
+        if hasattr(now, name):
+            return getattr(now, name) - getattr(before, name)
+        return getattr(now.host_kv, name) - getattr(before.host_kv, name)
+
+
+def tokens(llm, prompts, params=GREEDY):
+    return [completion.token_ids for output in llm.generate(prompts, params) for completion in output.outputs]
+
+
+def forget(llm):
+    """Have the devices' pages overwritten: all are in the tree of other prompts."""
+    for prompt in PROMPTS[2:]:
+        llm.generate([prompt], GREEDY)
+
+
+def test_prompts_that_were_forgotten_come_back(llm, expected):
+    work = Work(llm)
+    for _ in range(2):
+        assert [tokens(llm, [prompt]) for prompt in PROMPTS] == expected[10]
+    assert work.hits == len(PROMPTS)
+    assert work.read_back == 4 * len(PROMPTS)
+    assert work.read_back_bytes == work.read_back * PAGE
+    assert work.cached_tokens == 32 * len(PROMPTS)
+    assert 0 < llm.stats().host_kv.pages <= work.stored  # each page is written once
+    assert work.stored <= 6 * len(PROMPTS)
+    assert work.compile_misses == 0
+    llm.engine.host_pages.check_integrity()
+
+
+def test_sequences_that_give_way_are_swapped(llm, expected):
+    """The pages of the third and the second are taken by the first, which grows to all that it can have."""
+    prompts, params = [prompt[:16] for prompt in PROMPTS[:3]], dataclasses.replace(GREEDY, max_tokens=46)
+    wanted = [tokens(llm, [prompt], params)[0] for prompt in prompts]
+    llm.engine.scheduler.pages.clear()
+    llm.engine.host_pages.clear()
+    work = Work(llm)
+    assert tokens(llm, prompts, params) == wanted
+    assert work.preemptions > 1
+    assert work.read_back > 0
+    assert work.prompt_tokens == 3 * 16
+    assert work.compile_misses == 0
+
+
+def test_several_completions_share_what_came_back(llm):
+    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
+    wanted = tokens(llm, [PROMPTS[0]], several)
+    forget(llm)
+    work = Work(llm)
+    assert tokens(llm, [PROMPTS[0]], several) == wanted
+    assert (work.hits, work.read_back) == (1, 4)
+
+
+def test_a_failed_step_loses_nothing_on_the_host(llm, expected, monkeypatch):
+    tokens(llm, [PROMPTS[0]])
+    forget(llm)
+    fail_one_launch(llm.engine.executor, monkeypatch)
+    assert llm.generate([PROMPTS[5]], GREEDY)[0].outputs[0].finish_reason is FinishReason.ERROR
+    work = Work(llm)
+    assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
+    assert work.read_back == 4
+
+
+def test_pages_that_cannot_be_read_are_computed(llm, expected, monkeypatch, caplog):
+    tokens(llm, [PROMPTS[0]])
+    forget(llm)
+    work = Work(llm)
+
+    def fail(*_):
+        raise OSError("damaged")
+
+    monkeypatch.setattr(HostPages, "_read", fail)
+    assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
+    monkeypatch.undo()
+    assert "4 pages of the KV cache could not be read" in caplog.text
+    assert (work.read_back, work.hits) == (0, 0)
+    forget(llm)  # what was computed is kept again
+    assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
+    assert work.read_back > 0
+
+
+@pytest.mark.parametrize("end", ["read", "abort"])
+def test_others_go_on_while_pages_come(llm, expected, monkeypatch, end):
+    tokens(llm, [PROMPTS[0]])
+    forget(llm)
+    work, read, may_read = Work(llm), HostPages._read, threading.Event()
+
+    def wait(*arguments):
+        may_read.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(HostPages, "_read", wait)
+    engine = llm.engine
+    other, first = (
+        engine.prepare(prompt, params).sequences() for prompt, params in ((PROMPTS[5], LONG), (PROMPTS[0], GREEDY))
+    )
+    engine.add(other)
+    engine.step()
+    engine.add(first)
+    for _ in range(4):
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.allocation(first[0]).load is not None
+    assert engine.scheduler.waits(first[0])
+    assert other[0].num_output_tokens > 1
+    if end == "abort":
+        engine.abort(first[0].request_id)
+    may_read.set()
+    while not all(sequence.finished for sequence in (*other, *first)):
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.drain()
+    assert list(other[0].token_ids[40:]) == expected[24][5][0]
+    assert (work.waited > 0) == (end == "read")
+    if end == "read":
+        assert list(first[0].token_ids[40:]) == expected[10][0][0]
+    assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
+
+
+@pytest.mark.parametrize(("read", "write", "pays"), [(0.1, 0.1, True), (0.3, 0.3, False)])
+def test_pages_come_back_if_that_is_faster(llm, expected, monkeypatch, read, write, pays):
+    """A chunk of two pages takes a second, and four of five pages save two of the three chunks."""
+    prefill = ("prefill", (("chunks", 1), ("batch", 4), ("pages", 8)))
+    costs = PassCosts(Costs.fixed({prefill: 1.0, (READ_PAGE, ()): read, (WRITE_PAGE, ()): write}), 0, chunks=(1,))
+    monkeypatch.setattr(llm.engine.scheduler.allocator.restoring, "_costs", costs)
+    tokens(llm, [PROMPTS[0]])
+    forget(llm)
+    work = Work(llm)
+    assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
+    assert (work.read_back > 0) == pays
+
+
+def test_the_ledger_has_what_was_asked_for(llm, model_dir):
+    assert 100 * PAGE in [h.bytes for h in host_budget().holdings if h.tenant == "KV pages of the host"]
+    with pytest.raises(BudgetError, match=r"host_kv=4398046511104000: .* of the host's memory are free: lower it"):
+        make(model_dir, host_kv="4000TiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_kv": PAGE, "prefix_caching": False}, "prefix_caching=False: leave one of them out"),
+        ({"host_kv": PAGE - 1}, f"no room for one page of 8 tokens, which takes .*{PAGE} bytes"),
+        ({"host_kv": "much"}, "host_kv must be bytes or a size"),
+    ],
+)
+def test_what_cannot_be_is_refused(model_dir, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(model_dir, **options)
+
+
+@pytest.mark.slow
+def test_sleep_keeps_or_frees_the_host(model_dir, expected):
+    with few_programs():
+        llm = AsyncLLM(model_dir, cache_bytes=PAGES * PAGE, host_kv=100 * PAGE, **SIZES)
+    with llm:
+
+        def answer(prompt):
+            return llm.submit(prompt, GREEDY).result(60).outputs[0].token_ids
+
+        for prompt in PROMPTS:
+            answer(prompt)
+        for level, kept in ((1, True), (2, False)):
+            awake = llm.reserved.total()
+            llm.sleep(level=level)
+            assert (llm.reserved.total() >= 100 * PAGE) == kept
+            assert (llm.engine.host_pages.stats.pages > 0) == kept
+            llm.wake_up()
+            assert llm.reserved.total() == awake
+            assert answer(PROMPTS[0]) == expected[10][0][0]
+            assert (llm.stats().cached_tokens == 32) or not kept
+
+
+def test_an_encoder_has_no_pages(tmp_path):
+    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"Embedder.host_kv=1024 is for decoders, .* leave it out"):
+        Embedder(tmp_path / "bert", host_kv="1KiB")
