@@ -86,6 +86,10 @@ DeviceMemoryOption = Annotated[
 HostMemoryOption = Annotated[
     str | None, typer.Option(help="Host memory that layers may use, such as 12GiB (default: all free memory).")
 ]
+HostKVOption = Annotated[
+    str | None,
+    typer.Option(help="Host memory for cached prompts that the devices forget, such as 8GiB (default: none)."),
+]
 LayerFilesOption = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder for layer files (default: the cache; OUT_DIR for convert)."),

@@ -14,6 +14,7 @@ from jaxinfer.cli.common import (
     ContextOption,
     DeviceMemoryOption,
     DtypeOption,
+    HostKVOption,
     HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
@@ -114,6 +115,7 @@ def serve(
     weights: WeightsOption = None,
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
+    host_kv: HostKVOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:

@@ -82,7 +82,7 @@ MODEL: Mapping[str, str] = {
     "kv_cache_dtype": "use kv_dtype",
     "gpu_memory_utilization": "use device_memory, in bytes or such as '12GiB'",
     "max_memory": "use device_memory, in bytes or such as '12GiB'",
-    "swap_space": "leave it out, preempted requests are computed again",
+    "swap_space": "use host_kv, such as '8GiB'",
     "cpu_offload_gb": "use weights='auto' with device_memory",
     "device_map": "use mesh, or weights='auto' with device_memory",
     "n_gpu_layers": "use weights='auto' with device_memory",

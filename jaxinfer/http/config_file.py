@@ -64,6 +64,7 @@ class ModelTable(EngineOptions, total=False):
     context: int
     device_memory: _Memory
     dtype: str
+    host_kv: _Memory
     host_memory: _Memory
     layer_files: str
     max_batch: int

@@ -179,6 +179,8 @@ class _Engine:
         yield self._gauge("kv_pages_used", "Pages of the KV cache that running completions have.", stats.used_pages)
         yield self._gauge("kv_pages", "Pages of the KV cache.", stats.num_pages)
         usage = stats.used_pages / stats.num_pages if stats.num_pages else 0.0
+        if (kept := stats.host_kv) is not None:
+            yield self._gauge("host_kv_pages_kept", "Pages of the KV cache that the host keeps.", kept.pages)
         yield self._gauge("kv_cache_usage", "Share of the KV cache's pages in use, from 0 to 1.", usage)
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
@@ -190,6 +192,13 @@ class _Engine:
         yield self._counter("preemptions", "Completions that gave their pages to another.", stats.preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
         yield self._counter("compile_misses", "Programs compiled while a step waited.", stats.compile_misses)
+        if (kept := stats.host_kv) is not None:
+            pages = {"stored": kept.stored, "read_back": kept.read_back}
+            sizes = {"stored": kept.stored_bytes, "read_back": kept.read_back_bytes}
+            yield self._counters_by("moved", "host_kv_pages", "Pages of the KV cache to and from the host.", pages)
+            yield self._counters_by("moved", "host_kv_bytes", "Bytes of these pages.", sizes)
+            yield self._counter("host_kv_hits", "Completions that got pages from the host.", kept.hits)
+            yield self._counter("host_kv_wait_seconds", "Seconds that they waited for these pages.", kept.waited)
         reasons = {reason.value: stats.ended.get(reason, 0) for reason in FinishReason}
         yield self._counters_by("reason", "completions_ended", "Completions that ended, by why.", reasons)
         if (requests := stats.requests) is not None:
@@ -203,7 +212,7 @@ class _Engine:
         family.add_metric(list(labels.values()), value)
         return family
 
-    def _counter(self, name: str, help: str, value: int) -> Metric:
+    def _counter(self, name: str, help: str, value: float) -> Metric:
         family = CounterMetricFamily(f"jaxinfer_{name}", help, labels=["model"])
         family.add_metric([self._name], value)
         return family

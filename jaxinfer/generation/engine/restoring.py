@@ -12,6 +12,10 @@ from jaxinfer.generation.engine.speculation import PassCosts
 
 WRITE_PAGE = "write_page"
 """The name of a page's way from a block to the devices, in the record of costs."""
+TRIES = 3
+"""Measurements without which restoring counts as faster: one alone may have met a stall of the machine."""
+RETRY = 16
+"""Restoring is tried again once in so many times that the record speaks against it."""
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ class Restoring:
 
     def __init__(self, pool: PagePool, tier: HostPages, costs: PassCosts, chunk_size: int):
         self.tier, self._pool, self._costs, self._chunk_size = tier, pool, costs, chunk_size
+        self._refused = 0
 
     def take_stored(self) -> tuple[Stored, ...]:
         """The pages that gave way since the last call and that the tier lacks, for the step in preparation."""
@@ -53,13 +58,15 @@ class Restoring:
 
     def _pays(self, pages: int, tokens: int) -> bool:
         """Return whether restoring the first pages of these tokens saves time; True if the times are not known yet."""
-        read, write = (self._costs.all.mean(name) for name in (READ_PAGE, WRITE_PAGE))
+        costs = [self._costs.all.for_sizes(name) for name in (READ_PAGE, WRITE_PAGE)]
         chunk = self._costs.chunk_seconds()
-        if read is None or chunk is None:
+        if chunk is None or sum(cost is not None and cost.weight >= TRIES for cost in costs) < len(costs):
             return True
         rest = tokens - pages * self._pool.page_size
         saved = -(-tokens // self._chunk_size) - (-(-rest // self._chunk_size) if rest > 1 else 0)
-        return pages * (read + (write or 0.0)) < saved * chunk
+        pays = pages * sum(cost.p50 for cost in costs if cost is not None) < saved * chunk
+        self._refused = 0 if pays else (self._refused + 1) % RETRY
+        return pays or not self._refused
 
     def end(self, load: Load, parent: Hashable, tokens: Sequence[int]) -> tuple[PageBlock | None, int, int]:
         """Wait for a load; returns its block, where in it the pages that follow a node begin, and how many these are.

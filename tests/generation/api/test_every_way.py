@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import BeamSearchParams, FinishReason, SamplingParams, StructuredOutputsParams
+from tests.generation.few_programs import few_programs
 from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, fail_one_launch, generate, logprob_errors
 from tests.generation.ways import RARE_WAYS, WAYS, layout_of, whole_of
 
@@ -146,3 +147,20 @@ def test_an_interrupt(ways, way, monkeypatch):
             llm.generate(PROMPTS, GREEDY)
     assert generate(llm, GREEDY, MANY) == ways.expected(way, more_or_fewer_than_slots)[2]
     llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [*WAYS, "lanes in stages", "bfloat16"])
+def test_pages_come_back_from_the_host(ways, way):
+    """With few pages on the devices, of which each keeps its own part on the host."""
+    options = (WAYS | RARE_WAYS)[way] | {"cache_bytes": 9 * ways[way].memory.page_bytes, "host_kv": 1 << 20}
+    with few_programs():
+        llm = ways.make(**options)
+    for feature in (more_or_fewer_than_slots, long_prompts, options_of_sampling, adapters, beams):
+        for _ in range(2):
+            assert feature(llm) == ways.expected(way, feature)
+    llm.engine.scheduler.check_integrity()
+    stats = llm.stats()
+    assert stats.host_kv.hits > 3
+    assert stats.host_kv.read_back > 10
+    assert stats.compile_misses == 0
