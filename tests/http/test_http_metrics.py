@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer import AsyncLLM, SamplingParams
+from jaxinfer.generation.engine.host_pages import TierStats
 from jaxinfer.http.metrics import ALIAS_LABELS, ALIASES, Metrics
 from jaxinfer.http.served_models import ServedModel
 from tests.generation.conftest import PLAIN
@@ -88,6 +89,20 @@ def test_a_running_completion_counts(llm, output, monkeypatch):
     assert values["vllm:num_requests_running",] == 3
     assert values["vllm:num_requests_waiting",] == 2
     assert values["vllm:kv_cache_usage_perc",] == 0.25
+
+
+def test_pages_of_the_host_count(llm, output, monkeypatch):
+    _, without = scrape(metrics_of(llm))
+    assert not [name for name, *_ in without if "host_kv" in name]
+    kept = TierStats(pages=7, num_pages=9, page_bytes=100, stored=8, read_back=4, hits=2, waited=0.5)
+    stats = dataclasses.replace(llm.stats(), host_kv=kept)
+    monkeypatch.setattr(llm, "stats", lambda: stats)
+    _, values = scrape(metrics_of(llm))
+    assert values["jaxinfer_host_kv_pages_kept",] == 7
+    assert values["jaxinfer_host_kv_pages_total", "stored"] == 8
+    assert values["jaxinfer_host_kv_bytes_total", "read_back"] == 400
+    assert values["jaxinfer_host_kv_hits_total",] == 2
+    assert values["jaxinfer_host_kv_wait_seconds_total",] == 0.5
 
 
 def with_timings(output, count=1, **changes):

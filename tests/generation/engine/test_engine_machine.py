@@ -1,6 +1,8 @@
 """Random requests that come, wait, give way and are given up: each ends once, with the text it has alone."""
 
 import dataclasses
+import itertools
+import time
 
 import numpy as np
 import pytest
@@ -51,11 +53,12 @@ class Alone:
 
 
 def reset(engine):
-    """Make it idle, with an empty cache."""
+    """Make it idle, with an empty cache unless the host keeps pages."""
     for allocation in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(allocation.sequence.request_id)
     engine.drain()
-    engine.scheduler.pages.clear()
+    if engine.host_pages is None:  # else the pages give way to others, and come back
+        engine.scheduler.pages.clear()
 
 
 BASES = [np.random.default_rng(seed).integers(97, 105, 40).tolist() for seed in range(2)]
@@ -176,20 +179,37 @@ def engines(model_dir):
     model, tokenizer = load_model(model_dir), Tokenizer.from_folder(model_dir)
     speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3, token_budget=8)
 
-    def pair(config):
+    def pair(config, host_pages=0):
         made = {
             overlap: build_engine(
                 model,
                 tokenizer,
                 dataclasses.replace(config, overlap=overlap),
-                Plan.of_model(model, config, num_pages=SMALL_PAGES),
+                Plan.of_model(model, config, num_pages=SMALL_PAGES, host_pages=host_pages),
             )
             for overlap in (True, False)
         }
         made[False].executor.device.cache = made[True].executor.programs
         return made
 
-    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative)}
+    hosted = pair(SMALL_CONFIG, host_pages=12)
+    for engine in hosted.values():
+        engine.host_pages._read = slow_and_failing(engine.host_pages._read)
+    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative), "host": hosted}
+
+
+def slow_and_failing(read):
+    """Reads pages from the host, late every other time, and not at all every fifth."""
+    calls = itertools.count()
+
+    def read_sometimes(*arguments):
+        number = next(calls)
+        time.sleep(0.01 * (number % 2))
+        if number % 5 == 4:
+            raise OSError("injected")
+        return read(*arguments)
+
+    return read_sometimes
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +238,20 @@ def run(engines, alone, *, examples, steps, derandomize):
     before = preemptions()
     run_state_machine_as_test(lambda: Machine(engines, alone), settings=options)
     assert all(after > earlier for after, earlier in zip(preemptions(), before, strict=True))
+    for engine in engines.values():
+        if engine.host_pages is not None:
+            engine.host_pages.check_integrity()
+            assert engine.host_pages.stats.read_back > 0
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("speculative", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("speculative", "host"))]
+)
 def test_random_requests(engines, alone, name):
     run(engines[name], alone, examples=6, steps=25, derandomize=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "speculative"])
+@pytest.mark.parametrize("name", ["plain", "speculative", "host"])
 def test_many_random_requests(engines, alone, name):
     run(engines[name], alone, examples=60, steps=50, derandomize=False)

@@ -1,0 +1,36 @@
+"""The settings of `benchmarks.kv_tier`."""
+
+import math
+
+import pytest
+
+from benchmarks.kv_tier.__main__ import PARTS, read_parts
+from benchmarks.kv_tier.settings import PAGE, Settings, make_config
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.leaves import canonical_leaves
+
+
+def test_the_model_is_what_the_figures_say():
+    leaves = canonical_leaves(make_config(16, 1024), WeightFormat()).values()
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(246e6, rel=0.01)
+
+
+def test_parts_are_known_by_name():
+    assert read_parts("chat,idle") == ["chat", "idle"]
+    assert list(PARTS) == ["resume", "chat", "idle"]
+
+
+@pytest.mark.slow
+def test_a_sequence_that_gave_way_gets_its_next_token(tmp_path):
+    from benchmarks.kv_tier.resume import resumption
+    from benchmarks.kv_tier.settings import HOST_KV, Tokens
+
+    settings = Settings(quick=True, folder=tmp_path)
+    llm = settings.engine(settings.tokens // PAGE + 13, host_kv=HOST_KV, max_batch=2)
+    prompt = Tokens(llm, seed=1).draw(settings.tokens)
+    for restores in (True, False):
+        before = llm.stats().host_kv.read_back
+        seconds, sequence = resumption(llm, prompt, Tokens(llm), restores=restores)
+        assert seconds > 0
+        assert len(sequence.token_ids) > len(prompt)
+        assert (llm.stats().host_kv.read_back > before) == restores
