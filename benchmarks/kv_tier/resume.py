@@ -3,11 +3,11 @@
 import dataclasses
 import statistics
 import time
+from typing import NamedTuple
 
 from benchmarks.kv_tier.settings import HOST_KV, PAGE, Settings, Tokens
 from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.generation.engine.request import Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 FIRST = dataclasses.replace(GREEDY, priority=-1)
@@ -20,31 +20,41 @@ def resume(report: Report, settings: Settings) -> None:
     prompt = tokens.draw(settings.tokens)
     (wanted,) = llm.generate([prompt], GREEDY)
     times: dict[str, list[float]] = {"restored": [], "computed": []}
-    equal, read_back, misses = True, 0, llm.stats().compile_misses
+    equal, misses = True, llm.stats().compile_misses
+    read_back: list[int] = []
     for index in range(2 if settings.quick else 4):
         for way in sorted(times, reverse=bool(index % 2)):
-            before = llm.stats().host_kv
-            seconds, sequence = resumption(llm, prompt, tokens, restores=way == "restored")
-            after = llm.stats().host_kv
-            assert before is not None
-            assert after is not None
+            done = resumption(llm, prompt, tokens, restores=way == "restored")
+            times[way].append(done.seconds)
             if way == "restored":
-                read_back += after.read_back_bytes - before.read_back_bytes
-            times[way].append(seconds)
-            known = sequence.token_ids[len(prompt) :]
-            equal &= list(known) == list(wanted.outputs[0].token_ids[: len(known)])
+                read_back.append(done.read_back_bytes)
+            equal &= done.token_ids == list(wanted.outputs[0].token_ids[: len(done.token_ids)])
     restored, computed = (statistics.median(times[way]) for way in ("restored", "computed"))
     misses = llm.stats().compile_misses - misses
     row = {"tokens": settings.tokens, "read_back_bytes": read_back, "compile_misses": misses, "equal": equal}
     report.row(figure="resume", restored_ms=_ms(times["restored"]), computed_ms=_ms(times["computed"]), **row)
-    invalid = "" if read_back and not misses else "nothing was read back, or a program was compiled"
+    invalid = "" if all(read_back) and not misses else "nothing was read back, or a program was compiled"
     report.check("resume_gain", computed / restored, "x", target=10, invalid=invalid)
     report.check("resume_tokens_equal", int(equal), "", target=1, invalid=invalid)
     llm.close()
 
 
-def resumption(llm: LLM, prompt: list[int], tokens: Tokens, *, restores: bool) -> tuple[float, Sequence]:
-    """The seconds to the next token of a sequence that gave way, once those before it have ended; and the sequence.
+class Resumption(NamedTuple):
+    """How a sequence went on that gave way.
+
+    Attributes:
+      seconds: to its next token, from when there was room again.
+      read_back_bytes: bytes that came from the host meanwhile.
+      token_ids: its tokens after the prompt.
+    """
+
+    seconds: float
+    read_back_bytes: int
+    token_ids: list[int]
+
+
+def resumption(llm: LLM, prompt: list[int], tokens: Tokens, *, restores: bool) -> Resumption:
+    """Have a sequence give way, and measure its next token once those before it have ended.
 
     Its pages have been overwritten meanwhile: another prompt of its length has taken them.
     """
@@ -66,16 +76,18 @@ def resumption(llm: LLM, prompt: list[int], tokens: Tokens, *, restores: bool) -
         raise SystemExit(f"{left} tokens of the sequence are on the device still, and were not overwritten.")
     engine.abort(grows.request_id)
     engine.drain()
+    assert engine.host_pages is not None
     if not restores:
-        assert engine.host_pages is not None
         engine.host_pages.clear()
+    before = engine.host_pages.stats.read_back_bytes
     known, start = len(victim.token_ids), time.perf_counter()
     while len(victim.token_ids) == known:
         engine.step()
     seconds = time.perf_counter() - start
     engine.abort(victim.request_id)
     engine.drain()
-    return seconds, victim
+    read_back = engine.host_pages.stats.read_back_bytes - before
+    return Resumption(seconds, read_back, list(victim.token_ids[len(prompt) :]))
 
 
 def _ms(times: list[float]) -> list[float]:
