@@ -57,7 +57,7 @@ class Restoring:
         return self.tier.get(kept) if kept and self._pays(len(kept), len(tokens)) else None
 
     def _pays(self, pages: int, tokens: int) -> bool:
-        """Check whether restoring the first pages of these tokens saves time; if the times are not known yet, it does."""
+        """Check whether restoring the first pages of these tokens saves time; unknown times count as if it did."""
         costs = [self._costs.all.for_sizes(name) for name in (READ_PAGE, WRITE_PAGE)]
         chunk = self._costs.chunk_seconds()
         if chunk is None or sum(cost is not None and cost.weight >= TRIES for cost in costs) < len(costs):
