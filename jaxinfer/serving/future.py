@@ -135,7 +135,7 @@ class TicketFuture[Outcome](Future[Outcome]):
         return self._begin()
 
     def _begin(self) -> bool:
-        if self.done() and not self.cancelled():
+        if self.done() and self._state != CANCELLED:  # nobody has yet told those who wait of a CANCELLED one
             return False
         try:
             return self.set_running_or_notify_cancel()

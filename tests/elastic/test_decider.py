@@ -208,10 +208,10 @@ def test_cancelled_queries_count_in_no_plan(start):
         seen.append(sum(map(len, batches)))
         return choose(batches, start, rate)
 
-    policy.choose = watched
     others = [ask(decider, i) for i in range(63)]
     assert all(future.cancel() for future in others[1:])
     until(lambda: decider.loop.num_tickets == 2)  # there is room for others
+    policy.choose = watched
     device.open.set()
     assert (first.result(120).label, others[0].result(120).label) == ("first", 0)
     assert set(seen) <= {1}

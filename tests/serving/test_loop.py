@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
 from jaxinfer.serving import loop as loop_module
+from jaxinfer.serving.future import TicketFuture
 from jaxinfer.serving.loop import Decider, Loop, Work
 from jaxinfer.serving.ticket import Reader, Ticket
 
@@ -123,6 +124,15 @@ def test_a_future_that_its_caller_ends_harms_no_other(start):
     assert last.result(PATIENCE) == "2"
     assert running.result() == "of its caller"
     assert isinstance(waiting.exception(), KeyError)
+
+
+def test_a_future_that_was_cancelled_ends_in_silence(caplog):
+    future = TicketFuture("key")
+    future.cancel()
+    assert not future.begin()
+    future.end("outcome")
+    assert future.cancelled()
+    assert not caplog.records
 
 
 def raises(error):
