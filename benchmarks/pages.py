@@ -534,11 +534,11 @@ def serving_section(result: Result) -> list[str]:
 def serving_models_section(result: Result) -> list[str]:
     """Write the goodput of one server and of swapped processes, the switches, and the checks."""
     rows = [row for row in result["rows"] if row["figure"] == "goodput"]
-    columns = ("goodput", "good_share", "ttft_p50_ms", "errors")
-    lines = [[row["server"], row["rate"], row["burst"], *(f"{row[name]:,}" for name in columns)] for row in rows]
+    columns = ("rate", "burst", "goodput", "good_share", "ttft_p50_ms", "errors")
+    lines = [[row["server"], *(f"{row[name]:,}" for name in columns)] for row in rows]
     switches = [row for row in result["rows"] if row["figure"] == "switch"]
     switched = [
-        [row["configs"], row["tier"], f"{row['switch_s']:.3f}", f"{row['read_s']:.3f}", row["compiles"]]
+        [row["configs"], row["tier"], f"{row['switch_s']:.3f}", f"{row['read_s']:.3f}", str(row["compiles"])]
         for row in switches
     ]
     return [
