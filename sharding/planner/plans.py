@@ -19,7 +19,7 @@ from typing import Literal
 
 from jaxinfer.sharding.planner.costs import Format, Runner, Seconds, System, Tokens, Ways
 from jaxinfer.sharding.planner.hardware import Device
-from jaxinfer.sharding.planner.shapes import LayerShape, ModelShape, stage_share
+from jaxinfer.sharding.planner.shapes import ModelShape, stage_share
 from jaxinfer.sharding.schedules import chunk_sizes, drained_stride, queued_stride
 
 USABLE = 0.9
@@ -205,7 +205,7 @@ class _Predictor:
     def _sizes(self) -> tuple[int, ...]:
         """The tokens of a prompt's chunks, such that they take equally long."""
         chunks = math.ceil(self.workload.prompt / self.plan.chunk)
-        active = sum(layer.count * (layer.params + layer.chosen * layer.expert_params) for layer in self.model.layers)
+        active = sum(layer.count * layer.active_params for layer in self.model.layers)
         pair = sum(layer.count * layer.pair_flops for layer in self.model.layers if layer.window is None)
         return chunk_sizes(self.workload.prompt, chunks, per_token=2.0 * active, per_pair=float(pair))
 
@@ -288,10 +288,6 @@ class _Predictor:
             tokens = max(tokens, *self._sizes())
         else:
             tokens = max(tokens, self.sequences / self.plan.prompt_micro_batches * self.workload.prompt)
-        inner = max(_inner(layer) for layer in self.model.layers) / self.model.hidden / 2 / self.plan.ways.slices
+        inner = max(layer.active_params for layer in self.model.layers) / self.model.hidden / 2 / self.plan.ways.slices
         logits = 4 * rows * self.model.vocab / self.plan.ways.slices
         return 2 * tokens * (2 * self.model.hidden + inner) + logits
-
-
-def _inner(layer: LayerShape) -> int:
-    return layer.params + layer.chosen * layer.expert_params

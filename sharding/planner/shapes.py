@@ -39,6 +39,11 @@ class LayerShape:
         """The parameters of one layer, with all experts."""
         return self.params + self.experts * self.expert_params
 
+    @property
+    def active_params(self) -> int:
+        """The parameters of one layer that a token multiplies with."""
+        return self.params + self.chosen * self.expert_params
+
     def seen(self, context: float) -> float:
         """The tokens of a context that attention sees."""
         return context if self.window is None else min(context, self.window)
