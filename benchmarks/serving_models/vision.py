@@ -53,7 +53,7 @@ class Load(NamedTuple):
     rounds: int
 
 
-FULL, QUICK = Load(requests=12, rounds=9), Load(requests=4, rounds=1)
+FULL, QUICK = Load(requests=40, rounds=9), Load(requests=4, rounds=1)
 
 
 class Sides(NamedTuple):
@@ -130,22 +130,29 @@ def compare(config: Path, tables: str, path: str, sides: Sides, load: Load) -> d
         contents = [json.dumps(sides.body(number)).encode() for number in range(load.requests)]
         asyncio.run(_ask(url, contents))  # warm
         _call(sides.direct, load.requests)
-        own, server_cpu, direct_cpu = psutil.Process(), 0.0, 0.0
-        for _ in range(load.rounds):
+        own, cpu = psutil.Process(), {"server": 0.0, "direct": 0.0}
+
+        def ask() -> None:
             before = server.cpu()
             served.append(load.requests * IMAGES / asyncio.run(_ask(url, contents)))
-            server_cpu += (server.cpu() - before).total
-            begun = sum(own.cpu_times()[:2])
+            cpu["server"] += (server.cpu() - before).total
+
+        def call() -> None:
+            before = sum(own.cpu_times()[:2])
             direct.append(load.requests * IMAGES / _call(sides.direct, load.requests))
-            direct_cpu += sum(own.cpu_times()[:2]) - begun
+            cpu["direct"] += sum(own.cpu_times()[:2]) - before
+
+        for number in range(load.rounds):
+            for measure in (ask, call) if number % 2 else (call, ask):
+                measure()
     inputs = load.rounds * load.requests * IMAGES
     ratios = [a / b for a, b in zip(served, direct, strict=True)]
     return {
         "http_inputs_per_s": round(statistics.median(served), 2),
         "direct_inputs_per_s": round(statistics.median(direct), 2),
         "ratio": round(statistics.median(ratios), 4),
-        "server_cpu_ms_per_input": round(1e3 * server_cpu / inputs, 3),
-        "direct_cpu_ms_per_input": round(1e3 * direct_cpu / inputs, 3),
+        "server_cpu_ms_per_input": round(1e3 * cpu["server"] / inputs, 3),
+        "direct_cpu_ms_per_input": round(1e3 * cpu["direct"] / inputs, 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "requests": load.requests,
         "images": IMAGES,
