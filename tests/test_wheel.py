@@ -102,6 +102,7 @@ def test_an_sdist_has_each_package_once_and_makes_the_same_wheel(wheel, tree, tm
     assert names(hatch(source, "wheel", tmp_path / "wheel")) == names(wheel)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_generates_beside_modules_of_the_same_names(wheel, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"

@@ -103,6 +103,7 @@ def given(mode, setting=LOAD_BOUND, *, wrong=False):
     return found | {"replayed": dict(found), "curve": [[1, 0.1, 0.2], [10, 0.3, 0.9]], "highest": 10.0}
 
 
+@pytest.mark.slow
 def test_drift(monkeypatch):
     """Popularity stays or changes, and usage that is not learned fails the check of changing popularity."""
     monkeypatch.setattr(drift, "SEEDS", range(2))

@@ -12,7 +12,7 @@ from benchmarks.engine import __main__ as engine
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.ways import Memory
 from benchmarks.report import Report, machine_kind, today
-from benchmarks.workers import EngineError, Worker, find_peers
+from benchmarks.workers import EngineError, Worker, find_peers, run_parts
 
 INTEL = {
     "cpu": "Intel(R) Xeon(R) Processor",
@@ -83,23 +83,20 @@ def settings(tmp_path, **options):
     return Settings(**defaults | options, search=False, memory=Memory(tmp_path / "ways.json"))
 
 
-def test_a_part_whose_peer_cannot_run_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_part_whose_peer_cannot_run_is_reported_and_the_others_go_on(tmp_path):
     def broken(report, settings):
         find_peers(settings.peer_python)
 
     def sound(report, settings):
         report.row(figure="sound")
 
-    monkeypatch.setattr(engine, "PARTS", {"broken": broken, "sound": sound})
-    report, file = Report(), tmp_path / "engine.json"
+    parts, file = {"broken": broken, "sound": sound}, tmp_path / "engine.json"
     given = settings(tmp_path, peer_python=tmp_path / "python")
-    absent = engine.run_part("broken", engine.PARTS["broken"], report, given, file)
-    assert "No interpreter at" in absent
-    assert "make peers" in absent
-    assert engine.run_part("sound", engine.PARTS["sound"], report, given, file) == ""
+    with pytest.raises(SystemExit, match=r"broken: No interpreter at .*make peers") as error:
+        run_parts(parts, list(parts), Report(), given, file)
     rows = json.loads(file.read_text())["rows"]
     assert [row["figure"] for row in rows] == ["part", "sound", "part"]
-    assert rows[0]["absent"] == absent
+    assert rows[0]["absent"] == str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def test_a_call_goes_on_without_its_caller(monkeypatch):
         interruptible(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize("what", [pytest.param("one", marks=pytest.mark.slow), "many"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["one", "many"])
 def test_a_call_in_python_is_interrupted_and_the_next_one_works(model_dir, what):
     out, err, code, _ = interrupted(CALL + AGAIN, model_dir, what)
     assert [line for line in out.splitlines() if line != "compiling"] == ["interrupted", "4"], err

@@ -66,6 +66,7 @@ def compile():
 """Compiles as the compiler that is there, or copies what it made of the same file for an earlier test."""
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_it_is_compiled_once_however_slow_the_compiler_and_whatever_the_current_folder_has(
     tmp_path, monkeypatch, folder

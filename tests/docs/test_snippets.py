@@ -60,6 +60,7 @@ def test_outputs_fit_in_a_terminal(page):
     assert wide == []
 
 
+@pytest.mark.slow
 def test_what_a_newcomer_runs_first_prints_what_is_shown(reader):
     first = next(block for block in blocks(Path("README.md")) if runs(block))
     assert first.output

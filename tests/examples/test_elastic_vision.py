@@ -9,6 +9,7 @@ pytest.importorskip("skimage")
 pytest.importorskip("mlxtend")
 
 
+@pytest.mark.slow
 def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
     model = save_vit(tmp_path / "vit", config=SMALL)
     options = ["--model", model, "--repository", model / "tasks", "--merge-levels", -2, "--max-batch", 1]
@@ -32,6 +33,7 @@ def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
     assert files == ["report.html", "wall-bursty-0.80x-elastic-0.jsonl", "wall-bursty-0.80x-level-2-0.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_backbone_is_trained(tmp_path):
     args = train_elastic_vit.parse(["--export", str(tmp_path / "vit"), "--max-steps", "2", "--batch", "10"])
     model = train_elastic_vit.train(args, SMALL)

@@ -9,6 +9,8 @@ from tests.tiny import byte_tokenizer
 
 pytest.importorskip("starlette")
 
+pytestmark = pytest.mark.slow
+
 
 REPEATED = THINK.replace("Hm.", "tell the weather. " * 4) + "weather " * 4 + CALLS * 2
 ASKED = {"messages": USER, **TOOLS}

@@ -97,7 +97,9 @@ def test_dtype_is_that_of_the_matrices(hf, out, dtype):
         assert leaf.dtype == (dtype if len(leaf.shape) == 2 else "float32")
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "quantize", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
+)
 def test_stored_is_what_loading_makes(tmp_path, monkeypatch, quantize):
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 30_000)  # several blocks a matrix, the last one short
     _llama(tmp_path / "hf", layers=1, embed=128, hidden=320)

@@ -52,7 +52,7 @@ def plain(tmp_path_factory):
 
 DEFAULT = (
     *("modules_old", "folder", "cls_new", "max_old", "lasttoken_list", "not_normalised", "dense_twice"),
-    *("decoder_lasttoken", "max_seq_length_8", "cut_left", "lower_case", "prompt_by_name", "default_prompt"),
+    *("max_seq_length_8", "cut_left", "lower_case", "prompt_by_name", "default_prompt"),
 )
 
 

@@ -248,7 +248,7 @@ def test_labels_of_transformers():
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.", "model.module.", "backbone.", "net."])
-@pytest.mark.parametrize("name", ["torchvision_basic", "timm_vit_average", "yolov5_thin", "yolov5_deep"])
+@pytest.mark.parametrize("name", ["torchvision_basic", "timm_vit_average", "yolov5_thin"])
 def test_prefixes_of_wrapped_models(name, prefix, tmp_path):
     """As DataParallel, Lightning and classes of one's own write them."""
     tensors = load_file(vision.DIRECTORY / name / "model.safetensors")

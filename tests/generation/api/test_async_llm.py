@@ -1152,6 +1152,7 @@ print(futures[0].result().outputs[0].finish_reason)
 """
 
 
+@pytest.mark.slow
 def test_streams_left_half_read_end_in_silence_and_the_process_ends_its_thread(llm, model_dir):
     """With their event loop, which closes asynchronous generators in any order; the last requests never end."""
     command = [sys.executable, "-c", SCRIPT, str(model_dir), str(SMALL_BYTES), repr(SMALL)]

@@ -27,7 +27,7 @@ ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
 
-OFTEN = {"streamed": "gemma2_window", "on a mesh": "gptj_awkward"}
+OFTEN = {"streamed": "gemma2_window"}
 """The goldens that run with every change; the others are slow."""
 
 
@@ -67,7 +67,7 @@ def test_streamed(name, model, dtype):
     assert generate(streamed, GREEDY, PROMPTS) == generate(alone, GREEDY, PROMPTS)
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("tensor", [2, 4])
 @goldens_of("on a mesh")
 def test_on_a_mesh(name, model, tensor):
     """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens.

@@ -55,12 +55,11 @@ def least_memory(model, **options):
 
 def test_tokens_are_the_same_whatever_stays(mixture):
     want = tokens(LLM(mixture, **ONE))
-    for options in ({"weights": "host"}, {"weights": "disk"}):
-        llm = LLM(mixture, **options, **ONE)
-        assert tokens(llm) == want
-        placement = llm.placement.experts
-        assert (placement.tier, placement.count) == (options["weights"], 16)
-        assert set(llm.placement.tiers) == {"device"}
+    llm = LLM(mixture, weights="disk", **ONE)
+    assert tokens(llm) == want
+    placement = llm.placement.experts
+    assert (placement.tier, placement.count) == ("disk", 16)
+    assert set(llm.placement.tiers) == {"device"}
     assert llm.streaming.expert_fetches <= 16  # all stay
     tight = LLM(mixture, weights="disk", device_memory=least_memory(mixture), **ONE)
     assert tight.placement.experts.slots == 4

@@ -326,6 +326,7 @@ def test_options_do_not_recompile(llm):
         llm.generate([[3, 2, 1]], every_option)
 
 
+@pytest.mark.slow
 def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))  # what is loaded from disk is not traced, and asks nothing
     disabled, recorded = Operation.disabled, []

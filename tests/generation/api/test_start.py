@@ -87,10 +87,10 @@ def test_the_first_start_says_what_it_does_and_the_second_traces_nothing(model_d
     assert second["traced"] == second["compiled"] == {}
     assert second["programs"] == dict.fromkeys(PROGRAMS, True)
     assert not second["heavy"]
-    without_a_compiler(model_dir, tmp_path)
 
 
-def without_a_compiler(model_dir, tmp_path):
+@pytest.mark.slow
+def test_without_a_compiler(model_dir, tmp_path):
     """It generates, says so once, and the next engine of such a machine traces nothing."""
     environment = {"CXX": "no-such-compiler", "JAXINFER_CPU_LIBRARY": "unmeasured", "AGAIN": "1"}
     with (tmp_path / "log").open("w") as log:

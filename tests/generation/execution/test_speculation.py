@@ -90,6 +90,7 @@ def test_the_text_is_that_without_speculation(llm, speculating, options):
         assert not any(word in c.text for c in drafted for word in options["bad_words"])
 
 
+@pytest.mark.slow
 def test_the_distribution_is_that_of_the_model(llm, speculating):
     """The second new token, which is proposed in each run, is drawn as often as the model says."""
     few = dict.fromkeys((5, 6, 7), 30.0)  # all the probability on three tokens
