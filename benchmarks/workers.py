@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,24 @@ def parts_reader(parts: Mapping[str, object]) -> Callable[[str], list[str]]:
     return read_parts
 
 
-def run_part[Settings](
+def run_parts[Settings](
+    parts: Mapping[str, Callable[[Report, Settings], None]],
+    names: Sequence[str],
+    report: Report,
+    settings: Settings,
+    json_file: Path | None,
+) -> None:
+    """Run parts of a benchmark by their names, and print the result. Exits if an engine could not run.
+
+    The file is rewritten after every part.
+    """
+    failed = [error for name in names if (error := _run_part(name, parts[name], report, settings, json_file))]
+    report.finish(json_file)
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def _run_part[Settings](
     name: str,
     part: Callable[[Report, Settings], None],
     report: Report,

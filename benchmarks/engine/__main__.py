@@ -22,7 +22,7 @@ from benchmarks.engine.step_gap import step_gap
 from benchmarks.engine.throughput import throughput_float32, throughput_int8
 from benchmarks.engine.ways import Memory
 from benchmarks.report import Report, check_that_no_part_is_lost
-from benchmarks.workers import add_options, parts_reader, run_part
+from benchmarks.workers import add_options, parts_reader, run_parts
 from jaxinfer.compiled import cache_folder
 
 WAYS = cache_folder() / "benchmarks" / "ways.json"
@@ -78,10 +78,7 @@ def main() -> None:
         flush=True,
     )
     report.row(figure="settings", quick=args.quick, rounds=args.rounds, search=args.search, peer_threads=args.threads)
-    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
-    report.finish(args.json)
-    if failed:
-        raise SystemExit("\n".join(failed))
+    run_parts(PARTS, names, report, settings, args.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmarks.serving.overhead import overhead
 from benchmarks.serving.overload import overload
 from benchmarks.serving.restart import restart
 from benchmarks.serving.settings import Settings
-from benchmarks.workers import add_options, parts_reader, run_part
+from benchmarks.workers import add_options, parts_reader, run_parts
 
 PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "front_end": front_end,
@@ -63,10 +63,7 @@ def main() -> None:
     report = Report()
     report.print_header()
     report.row(figure="settings", quick=args.quick, rounds=settings.rounds, peer_threads=args.threads)
-    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
-    report.finish(args.json)
-    if failed:
-        raise SystemExit("\n".join(failed))
+    run_parts(PARTS, names, report, settings, args.json)
 
 
 if __name__ == "__main__":

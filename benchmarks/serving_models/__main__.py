@@ -18,7 +18,7 @@ from benchmarks.serving_models.goodput import goodput
 from benchmarks.serving_models.settings import Settings
 from benchmarks.serving_models.switch import switch
 from benchmarks.serving_models.vision import FULL, QUICK, elastic_over_http, experts_over_http
-from benchmarks.workers import add_options, parts_reader, run_part
+from benchmarks.workers import add_options, parts_reader, run_parts
 
 
 def images(report: Report, settings: Settings) -> None:
@@ -60,10 +60,7 @@ def main() -> None:
     report = Report()
     report.print_header()
     report.row(figure="settings", quick=args.quick, seconds=args.seconds, peer_threads=args.threads)
-    failed = [error for name in names if (error := run_part(name, PARTS[name], report, settings, args.json))]
-    report.finish(args.json)
-    if failed:
-        raise SystemExit("\n".join(failed))
+    run_parts(PARTS, names, report, settings, args.json)
 
 
 if __name__ == "__main__":

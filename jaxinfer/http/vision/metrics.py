@@ -7,7 +7,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jaxinfer.elastic.answers import QueryStatistics
+from jaxinfer.elastic.service import Service
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
+from jaxinfer.experts.system import System
 from jaxinfer.http.vision.served import ServedService, ServedSystem
 from jaxinfer.serving.statistics import Statistics
 
@@ -56,6 +58,14 @@ def _labels(label: str | None) -> Sequence[str]:
     return ["model"] if label is None else ["model", label]
 
 
+def _waiting(name: str, what: str, loaded: Mapping[str, System | Service]) -> Metric:
+    """A gauge of what each model has not ended."""
+    gauge = GaugeMetricFamily(name, f"{what} that have not ended, running or waiting.", labels=["model"])
+    for model, served in loaded.items():
+        gauge.add_metric([model], served.num_requests)
+    return gauge
+
+
 class SystemFamilies(Collector):
     """Makes the families of systems of experts; those that are not loaded have no series."""
 
@@ -79,12 +89,7 @@ class SystemFamilies(Collector):
         )
         yield made.counter("evictions", "Experts that left an executor's memory.", lambda stats: stats.evictions)
         yield made.gauge("usage", "Share of recent inputs that reach an expert.", lambda stats: stats.usage, "expert")
-        waiting = GaugeMetricFamily(
-            "jaxinfer_experts_inputs_waiting", "Inputs that have not ended, running or waiting.", labels=["model"]
-        )
-        for name, system in loaded.items():
-            waiting.add_metric([name], system.num_requests)
-        yield waiting
+        yield _waiting("jaxinfer_experts_inputs_waiting", "Inputs", loaded)
 
 
 class ServiceFamilies(Collector):
@@ -109,9 +114,4 @@ class ServiceFamilies(Collector):
             "level",
         )
         yield made.counter("utility", "Utility of the queries answered in time.", lambda stats: stats.utility)
-        waiting = GaugeMetricFamily(
-            "jaxinfer_elastic_queries_waiting", "Queries that have not ended, running or waiting.", labels=["model"]
-        )
-        for name, service in loaded.items():
-            waiting.add_metric([name], service.num_requests)
-        yield waiting
+        yield _waiting("jaxinfer_elastic_queries_waiting", "Queries", loaded)
