@@ -76,18 +76,23 @@ def resumption(llm: LLM, prompt: list[int], tokens: Tokens, *, restores: bool) -
         raise SystemExit(f"{left} tokens of the sequence are on the device still, and were not overwritten.")
     engine.abort(grows.request_id)
     engine.drain()
-    assert engine.host_pages is not None
+    assert engine.page_tier is not None
     if not restores:
-        engine.host_pages.clear()
-    before = engine.host_pages.stats.read_back_bytes
+        engine.page_tier.free_memory()
+    before = _read_back(llm)
     known, start = len(victim.token_ids), time.perf_counter()
     while len(victim.token_ids) == known:
         engine.step()
     seconds = time.perf_counter() - start
     engine.abort(victim.request_id)
     engine.drain()
-    read_back = engine.host_pages.stats.read_back_bytes - before
-    return Resumption(seconds, read_back, list(victim.token_ids[len(prompt) :]))
+    return Resumption(seconds, _read_back(llm) - before, list(victim.token_ids[len(prompt) :]))
+
+
+def _read_back(llm: LLM) -> int:
+    kept = llm.stats().host_kv
+    assert kept is not None
+    return kept.read_back_bytes
 
 
 def _ms(times: list[float]) -> list[float]:

@@ -90,6 +90,13 @@ HostKVOption = Annotated[
     str | None,
     typer.Option(help="Host memory for cached prompts that the devices forget, such as 8GiB (default: none)."),
 ]
+DiskKVOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Folder where cached prompts outlive the process (default: none)."),
+]
+DiskKVLimitOption = Annotated[
+    str | None, typer.Option(help="Bytes that the files of --disk-kv may take, such as 100GiB.")
+]
 LayerFilesOption = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder for layer files (default: the cache; OUT_DIR for convert)."),

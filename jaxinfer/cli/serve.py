@@ -13,6 +13,8 @@ from jaxinfer.cli.common import (
     MODEL_HELP,
     ContextOption,
     DeviceMemoryOption,
+    DiskKVLimitOption,
+    DiskKVOption,
     DtypeOption,
     HostKVOption,
     HostMemoryOption,
@@ -116,6 +118,8 @@ def serve(
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     host_kv: HostKVOption = None,
+    disk_kv: DiskKVOption = None,
+    disk_kv_limit: DiskKVLimitOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:

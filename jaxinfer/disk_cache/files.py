@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Buffer, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer", appauthor=False))
 
 
-def write_atomically(file: Path, *content: bytes, mode: int = 0o666) -> None:
+def write_atomically(file: Path, *content: Buffer, mode: int = 0o666) -> None:
     """Write all of a file or nothing: write a hidden temporary file with an unguessable name, then rename it.
 
     mode: who may read and write it, as far as the process's umask lets them.
@@ -103,11 +103,7 @@ class KeptFiles:
         """Return the content of a file, or None. A file that is damaged, or another user's, is deleted."""
         try:
             self._make_private()
-            handle = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                content = _read_own(handle)
-            finally:
-                os.close(handle)
+            content = _verified(read_own(self.folder / name))
             if content is None:
                 self.remove(name)
             return content
@@ -191,16 +187,23 @@ class KeptFiles:
             _log.warning(message)
 
 
-def _read_own(handle: int) -> bytes | None:
-    """Read the content after the checksum; None if the file is damaged or not the user's alone."""
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-        return None
-    with open(handle, "rb", closefd=False) as opened:
-        data = opened.read()
+def _verified(data: bytes | None) -> bytes | None:
+    """Return the content after the checksum; None if it is damaged."""
     size = _DIGEST().digest_size
-    content = memoryview(data)[size:]
-    if _DIGEST(content).digest() != data[:size]:
+    if data is None or _DIGEST(memoryview(data)[size:]).digest() != data[:size]:
         return None
-    os.utime(handle)  # used now
-    return bytes(content)
+    return data[size:]
+
+
+def read_own(file: Path) -> bytes | None:
+    """Read a file, which counts as used now; None if it is not the user's alone. Raises OSError."""
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
+            return None
+        os.utime(handle)
+        with open(handle, "rb", closefd=False) as opened:
+            return opened.read()
+    finally:
+        os.close(handle)

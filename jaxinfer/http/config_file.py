@@ -63,6 +63,8 @@ class ModelTable(EngineOptions, total=False):
     compile_ahead: bool
     context: int
     device_memory: _Memory
+    disk_kv: str
+    disk_kv_limit: _Memory
     dtype: str
     host_kv: _Memory
     host_memory: _Memory
@@ -172,8 +174,8 @@ def _model(where: str, table: object, folder: Path) -> ModelConfig:
     path = model_in_file(f"{where}.path", options.pop("path"), folder)
     if "adapters" in options:
         options["adapters"] = {adapter: folder / place for adapter, place in options["adapters"].items()}
-    if "layer_files" in options:
-        options["layer_files"] = folder / options["layer_files"]
+    for option in {"layer_files", "disk_kv"} & options.keys():
+        options[option] = folder / options[option]
     if "mesh" in options:
         options["mesh"] = MeshConfig.from_mapping(options["mesh"], source=f"{where}.mesh")
     folders = _folders(options.pop("adapter_folders", ()), folder)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.page_tier import TierStats
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
 from jaxinfer.http.served_models import ServedModel
@@ -179,8 +180,8 @@ class _Engine:
         yield self._gauge("kv_pages_used", "Pages of the KV cache that running completions have.", stats.used_pages)
         yield self._gauge("kv_pages", "Pages of the KV cache.", stats.num_pages)
         usage = stats.used_pages / stats.num_pages if stats.num_pages else 0.0
-        if (kept := stats.host_kv) is not None:
-            yield self._gauge("host_kv_pages_kept", "Pages of the KV cache that the host keeps.", kept.pages)
+        for tier, kept in _tiers(stats):
+            yield self._gauge(f"{tier}_kv_pages_kept", f"Pages of the KV cache that the {tier} keeps.", kept.pages)
         yield self._gauge("kv_cache_usage", "Share of the KV cache's pages in use, from 0 to 1.", usage)
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
@@ -192,13 +193,14 @@ class _Engine:
         yield self._counter("preemptions", "Completions that gave their pages to another.", stats.preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
         yield self._counter("compile_misses", "Programs compiled while a step waited.", stats.compile_misses)
-        if (kept := stats.host_kv) is not None:
+        for tier, kept in _tiers(stats):
             pages = {"stored": kept.stored, "read_back": kept.read_back}
             sizes = {"stored": kept.stored_bytes, "read_back": kept.read_back_bytes}
-            yield self._counters_by("moved", "host_kv_pages", "Pages of the KV cache to and from the host.", pages)
-            yield self._counters_by("moved", "host_kv_bytes", "Bytes of these pages.", sizes)
-            yield self._counter("host_kv_hits", "Completions that got pages from the host.", kept.hits)
-            yield self._counter("host_kv_wait_seconds", "Seconds that they waited for these pages.", kept.waited)
+            name = f"{tier}_kv"
+            yield self._counters_by("moved", f"{name}_pages", f"Pages of the KV cache to and from the {tier}.", pages)
+            yield self._counters_by("moved", f"{name}_bytes", "Bytes of these pages.", sizes)
+            yield self._counter(f"{name}_hits", f"Completions that got pages from the {tier}.", kept.hits)
+            yield self._counter(f"{name}_wait_seconds", "Seconds that they waited for these pages.", kept.waited)
         reasons = {reason.value: stats.ended.get(reason, 0) for reason in FinishReason}
         yield self._counters_by("reason", "completions_ended", "Completions that ended, by why.", reasons)
         if (requests := stats.requests) is not None:
@@ -223,6 +225,12 @@ class _Engine:
         for key, value in values.items():
             family.add_metric([self._name, key], value)
         return family
+
+
+def _tiers(stats: EngineStats) -> list[tuple[str, TierStats]]:
+    """The tiers of the KV cache, by name."""
+    tiers = {"host": stats.host_kv, "disk": stats.disk_kv}
+    return [(name, kept) for name, kept in tiers.items() if kept is not None]
 
 
 def _empty(family: Metric) -> Metric:

@@ -40,6 +40,10 @@ class MemoryOptions(TypedDict, total=False):
     """Host memory for layers; None: all that is free."""
     host_kv: int | str | None
     """Host memory for pages of the prefix cache that the devices forget: bytes, or such as "8GiB"; None: none."""
+    disk_kv: str | os.PathLike[str] | None
+    """Folder for pages of the prefix cache, which outlive the process; None: none."""
+    disk_kv_limit: int | str | None
+    """Bytes that the files in `disk_kv` may take, or such as "100GiB"."""
     prefetch: int | None
     """Layers fetched ahead of the one that computes; None: chosen by the costs of earlier fetches."""
     layer_files: str | os.PathLike[str] | None
@@ -54,36 +58,54 @@ class MemoryConfig:
     device_memory: AtLeast1 | None = None
     host_memory: AtLeast1 | None = None
     host_kv: AtLeast1 | None = None
+    disk_kv: pathlib.Path | None = None
+    disk_kv_limit: AtLeast1 | None = None
     prefetch: Annotated[int, Meta(ge=0, le=64, description="an integer in [0, 64]")] | None = None
     layer_files: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}.")
-        check_fields(self, "device_memory", "host_memory", "host_kv", "prefetch", where="MemoryOptions")
+        sizes = "device_memory", "host_memory", "host_kv", "disk_kv_limit"
+        check_fields(self, *sizes, "prefetch", where="MemoryOptions")
         for name, used in USED_WITH.items():
             if (value := getattr(self, name)) is not None and self.weights not in used:
                 raise ValueError(
                     f"MemoryOptions.{name}={value} has no effect with weights={self.weights!r}: leave it out, or set "
                     f"weights to {' or '.join(map(repr, used))}."
                 )
-        if self.layer_files is not None and self.layer_files.exists() and not self.layer_files.is_dir():
-            raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")
+        if (self.disk_kv is None) != (self.disk_kv_limit is None):
+            raise ValueError(
+                f"disk_kv={self.disk_kv}, disk_kv_limit={self.disk_kv_limit}: give both, a folder and the bytes it "
+                "may take, or neither."
+            )
+        for name in ("layer_files", "disk_kv"):
+            if (folder := getattr(self, name)) is not None and folder.exists() and not folder.is_dir():
+                raise ValueError(f"{name} must be a folder, and {folder} is a file.")
 
     @classmethod
     def from_options(cls, options: MemoryOptions) -> Self:
         """Make a config from the options of `LLM`; sizes may be strings."""
         sizes = {
             name: parse_bytes(name, value)
-            for name in ("device_memory", "host_memory", "host_kv")
+            for name in ("device_memory", "host_memory", "host_kv", "disk_kv_limit")
             if (value := options.get(name)) is not None
         }
-        prefetch, folder = options.get("prefetch"), options.get("layer_files")
-        if folder is not None:
-            if not folder or not isinstance(folder, str | os.PathLike):
-                raise ValueError(f"layer_files must be the path of a folder, got {folder!r}.")
-            folder = pathlib.Path(folder)
-        return cls(weights=options.get("weights", "device"), prefetch=prefetch, layer_files=folder, **sizes)
+        return cls(
+            weights=options.get("weights", "device"),
+            prefetch=options.get("prefetch"),
+            layer_files=_folder("layer_files", options.get("layer_files")),
+            disk_kv=_folder("disk_kv", options.get("disk_kv")),
+            **sizes,
+        )
+
+
+def _folder(name: str, folder: object) -> pathlib.Path | None:
+    if folder is None:
+        return None
+    if not folder or not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"{name} must be the path of a folder, got {folder!r}.")
+    return pathlib.Path(folder)
 
 
 def parse_bytes(name: str, value: int | str) -> int:

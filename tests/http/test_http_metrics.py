@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer import AsyncLLM, SamplingParams
-from jaxinfer.generation.engine.host_pages import TierStats
+from jaxinfer.generation.engine.page_tier import TierStats
 from jaxinfer.http.metrics import ALIAS_LABELS, ALIASES, Metrics
 from jaxinfer.http.served_models import ServedModel
 from tests.generation.conftest import PLAIN
@@ -91,11 +91,11 @@ def test_a_running_completion_counts(llm, output, monkeypatch):
     assert values["vllm:kv_cache_usage_perc",] == 0.25
 
 
-def test_pages_of_the_host_count(llm, output, monkeypatch):
+def test_pages_of_host_and_disk_count(llm, output, monkeypatch):
     _, without = scrape(metrics_of(llm))
-    assert not [name for name, *_ in without if "host_kv" in name]
+    assert not [name for name, *_ in without if "host_kv" in name or "disk_kv" in name]
     kept = TierStats(pages=7, num_pages=9, page_bytes=100, stored=8, read_back=4, hits=2, waited=0.5)
-    stats = dataclasses.replace(llm.stats(), host_kv=kept)
+    stats = dataclasses.replace(llm.stats(), host_kv=kept, disk_kv=dataclasses.replace(kept, stored=9))
     monkeypatch.setattr(llm, "stats", lambda: stats)
     _, values = scrape(metrics_of(llm))
     assert values["jaxinfer_host_kv_pages_kept",] == 7
@@ -103,6 +103,7 @@ def test_pages_of_the_host_count(llm, output, monkeypatch):
     assert values["jaxinfer_host_kv_bytes_total", "read_back"] == 400
     assert values["jaxinfer_host_kv_hits_total",] == 2
     assert values["jaxinfer_host_kv_wait_seconds_total",] == 0.5
+    assert values["jaxinfer_disk_kv_pages_total", "stored"] == 9
 
 
 def with_timings(output, count=1, **changes):

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -14,16 +16,20 @@ from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.compiled.cpu_library import cpu_library
 from jaxinfer.disk_cache import keys
+from jaxinfer.disk_cache.blocks import KEY_BYTES, BlockFolder
 from jaxinfer.execution.costs import open_costs
 from jaxinfer.fields import check, shown
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
+from jaxinfer.generation.engine.disk_pages import DiskPages
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.host_and_disk import HostAndDisk
 from jaxinfer.generation.engine.host_pages import HostPages
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.lanes import LaneScheduler
 from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.page_tier import PageTier
 from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
@@ -67,6 +73,7 @@ def build_engine(
     *,
     costs: Costs | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
+    disk_kv: BlockFolder | None = None,
     clock: Clock = time.perf_counter,
     asleep: bool = False,
 ) -> Engine:
@@ -79,13 +86,14 @@ def build_engine(
       plan: what was decided before: pages, the place of layers, sizes.
       costs: what passes and fetches took so far, by which the scheduler chooses; None: nothing is known.
       logits_processors: functions by the name that requests give.
+      disk_kv: keeps pages of the prefix cache, in addition to `plan.host_pages`; None: no disk does.
       clock: the time of sequences and steps, real or virtual.
       asleep: whether it takes no memory of the devices before `Engine.wake_up`.
 
     Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, costs = check_processors(logits_processors), costs or Costs()
-    adapters, host_pages = None, None
+    adapters, restoring = None, ()
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
         assert isinstance(plan.buckets, EncoderBuckets)
@@ -106,9 +114,10 @@ def build_engine(
             chunks=plan.decoder_buckets.chunks,
         )
         executor = _decoder_executor(model, config, plan, pass_costs, processors, clock, asleep=asleep)
-        if plan.host_pages:
-            host_pages = HostPages(plan.host_pages, executor.state.layout.host_page, plan.decoder_buckets, costs)
-        scheduler = _decoder_scheduler(model, config, plan, pass_costs, adapters, host_pages)
+        tier = _page_tier(plan, disk_kv, executor.state.layout, costs)
+        lanes = _decoder_lanes(model, config, plan, pass_costs, adapters, tier)
+        scheduler = LaneScheduler(lanes) if len(lanes) > 1 else lanes[0]
+        restoring = [lane.allocator.restoring for lane in lanes if lane.allocator.restoring is not None]
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
         vocab=transformer.vocab,
@@ -122,19 +131,29 @@ def build_engine(
         sentence=model.description.sentence,
         pooler=None if encodes else Pooler(transformer.pooling, transformer.normalize),
     )
-    return Engine(config, inputs, scheduler, executor, host_pages=host_pages, clock=clock, asleep=asleep)
+    return Engine(config, inputs, scheduler, executor, restoring=restoring, clock=clock, asleep=asleep)
 
 
-def _decoder_scheduler(
+def _page_tier(plan: Plan, disk_kv: BlockFolder | None, layout: DeviceLayout, costs: Costs) -> PageTier | None:
+    """Make what keeps the pages that the devices forget; None: nothing does."""
+    shapes = layout.host_page, plan.decoder_buckets, costs
+    host = HostPages(plan.host_pages, *shapes) if plan.host_pages else None
+    disk = None if disk_kv is None else DiskPages(disk_kv, *shapes)
+    if host is not None and disk is not None:
+        return HostAndDisk(host, disk)
+    return disk if host is None else host
+
+
+def _decoder_lanes(
     model: LoadedModel,
     config: EngineConfig,
     plan: Plan,
     costs: PassCosts,
     adapters: AdapterCache | None,
-    host_pages: HostPages | None,
-) -> DecoderScheduler | LaneScheduler:
-    """Make the scheduler of a decoder: one for each lane of its mesh."""
-    arrivals, identity = itertools.count(), None if host_pages is None else _page_identity(model, config)
+    tier: PageTier | None,
+) -> list[DecoderScheduler]:
+    """Make the schedulers of a decoder, one for each lane of its mesh."""
+    arrivals, identity = itertools.count(), None if tier is None else _page_identity(model, config, adapters)
 
     def lane() -> DecoderScheduler:
         pool = PagePool(plan.num_pages, config.page_size, identity)
@@ -144,26 +163,41 @@ def _decoder_scheduler(
             pool,
             adapters,
             costs=costs,
-            restoring=None if host_pages is None else Restoring(pool, host_pages, costs, config.chunk_size),
+            restoring=None if tier is None else Restoring(pool, tier, costs, config.chunk_size),
             step_seconds=step_seconds(model.platform),
             arrivals=arrivals,
         )
 
-    return LaneScheduler([lane() for _ in range(model.lanes)]) if model.lanes > 1 else lane()
+    return [lane() for _ in range(model.lanes)]
 
 
-def _page_identity(model: LoadedModel, config: EngineConfig) -> bytes:
-    """A hash of all that the content of a page depends on beside its tokens and its adapter."""
+def _page_identity(
+    model: LoadedModel, config: EngineConfig, adapters: AdapterCache | None
+) -> Callable[[Hashable], bytes]:
+    """Return a function that hashes all that a page depends on beside tokens; it takes a root of the tree of pages."""
+    try:
+        code = keys.code_key()
+    except keys.NoKeyError:  # it has changed since the process started: other processes cannot know what runs here
+        code = {"process": secrets.token_hex()}
     parts = {
+        "code": code,
         "files": {name: file.sha256 for name, file in model.manifest.files.items()},
         "weights": str(model.weights),
         "config": str(model.config),
         "page_size": config.page_size,
         "kv_dtype": config.kv_dtype,
+        "kernels": config.kernels,
         "mesh": None if model.mesh is None else dict(model.mesh.shape),
         "rules": str(model.rules),
     }
-    return keys.digest(parts).encode()
+    engine = keys.digest(parts).encode()
+
+    def identity(root: Any) -> bytes:
+        adapter = root[-1]
+        digest = b"" if adapter is None or adapters is None else adapters.digest(adapter)
+        return hashlib.blake2b(engine + digest, digest_size=KEY_BYTES).digest()
+
+    return identity
 
 
 def _decoder_executor(
@@ -269,8 +303,9 @@ def split_options(
             known = ", ".join(MemoryOptions.__annotations__)
             raise ValueError(f"{mesh.source}: [memory]: unknown field {unknown[0]!r}; known: {known}.")
         written = dict(mesh.memory)
-        if (folder := written.get("layer_files")) and isinstance(folder, str):
-            written["layer_files"] = Path(mesh.source).parent / folder
+        for name in ("layer_files", "disk_kv"):
+            if (folder := written.get(name)) and isinstance(folder, str):
+                written[name] = Path(mesh.source).parent / folder
         if "weights" in memory:  # a file's fields for another choice are not this one's
             written = {
                 name: value for name, value in written.items() if memory["weights"] in USED_WITH.get(name, WEIGHTS)

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
+from jaxinfer.disk_cache.blocks import BlockFolder
 from jaxinfer.fields import Bytes, Size, check
 from jaxinfer.generation.api.build import (
     LoadOptions,
@@ -92,8 +93,8 @@ class LoadedEngine:
         assert isinstance(self.engine, Engine)
         self.engine.sleep()
         self.weights.release(to_disk=level > 1)
-        if level > 1 and self.engine.host_pages is not None:
-            self.engine.host_pages.clear()
+        if level > 1 and self.engine.page_tier is not None:
+            self.engine.page_tier.free_memory()
         self._set_leaves(self.model.placed_shapes())
         self.reservation.resize(self._sizes_asleep(level))
 
@@ -173,6 +174,7 @@ def load_decoder(
     logits_processors = check_processors(logits_processors)
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
+    disk_kv = _open_disk_kv(memory_config)
     mesh, rules = build_mesh(mesh, rules)
     _begin_kernels(engine_options)
     opened = _open_decoder(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
@@ -194,18 +196,12 @@ def load_decoder(
     )
     tokenizer = Tokenizer.from_folder(model.folder)
     memory = plan_memory(
-        model,
-        config,
-        placement=placement,
-        cache_bytes=cache_bytes,
-        device_memory=memory_config.device_memory,
-        host_kv=memory_config.host_kv,
-        asleep=asleep,
+        model, config, limits=memory_config, placement=placement, cache_bytes=cache_bytes, asleep=asleep
     )
-    plan, host = _plan(model, config, memory, placement), memory.host_tenants
+    plan, host = _plan(model, config, memory, placement, disk_kv=disk_kv is not None), memory.host_tenants
     sizes = _reserve(reservation, model, config, memory.tenants, placement, costs, host=host, asleep=asleep)
     engine = build_engine(
-        model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, asleep=asleep
+        model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, disk_kv=disk_kv, asleep=asleep
     )
     for name, folder in (adapters or {}).items():
         assert engine.adapters is not None
@@ -242,8 +238,9 @@ def load_encoder(
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
-    if memory_config.host_kv is not None:
-        raise ValueError(f"Embedder.host_kv={memory_config.host_kv} is for decoders, which cache pages: leave it out.")
+    for name in ("host_kv", "disk_kv"):
+        if (value := getattr(memory_config, name)) is not None:
+            raise ValueError(f"Embedder.{name}={value} is for decoders, which cache pages: leave it out.")
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
     _begin_kernels(engine_options)
@@ -332,13 +329,30 @@ def _weights(
     return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
 
 
-def _plan(model: LoadedModel, config: EngineConfig, memory: MemoryPlan, placement: Placement | None) -> Plan:
+def _open_disk_kv(memory: MemoryConfig) -> BlockFolder | None:
+    """Open the folder for pages of the KV cache. Raises ValueError if it cannot be used."""
+    if memory.disk_kv is None:
+        return None
+    assert memory.disk_kv_limit is not None
+    try:
+        return BlockFolder.open(memory.disk_kv, max_bytes=memory.disk_kv_limit)
+    except OSError as error:
+        why = f"it cannot be written ({error.strerror or error}): name another folder"
+    except ValueError as error:
+        why = str(error)
+    raise ValueError(f"disk_kv={str(memory.disk_kv)!r}: {why}.")
+
+
+def _plan(
+    model: LoadedModel, config: EngineConfig, memory: MemoryPlan, placement: Placement | None, *, disk_kv: bool
+) -> Plan:
     """Return the plan of a decoder's engine whose memory is divided so."""
     return Plan.of_model(
         model,
         config,
         num_pages=memory.num_pages,
         host_pages=memory.host_pages,
+        disk_kv=disk_kv,
         max_chunks=memory.max_chunks,
         placement=placement,
     )

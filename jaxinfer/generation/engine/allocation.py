@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, Restored, StepOutput, Stored
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.host_pages import Load
 from jaxinfer.generation.engine.page_pool import Match, PagePool
+from jaxinfer.generation.engine.page_tier import Load
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.restoring import Restoring, restored
 from jaxinfer.generation.engine.speculation import SpeculationControl
@@ -33,7 +33,7 @@ class Allocation:
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
       node: the last of these in the tree.
-      load: pages of its prefix on their way from the host, while it waits; None: there are none.
+      load: pages of its prefix on their way from a tier, while it waits; None: there are none.
       row: its last row in a batch, which stays the same while its pages do; None before.
       min_in_flight: the fewest tokens that the steps in flight will add.
       max_in_flight: the most.
@@ -86,7 +86,7 @@ class _Pages(NamedTuple):
       node: the last shared page in the tree of cached prefixes.
       num_cached_tokens: leading tokens whose keys and values they have, after the copy.
       copy: the (source, target) page to copy, or None.
-      restored: those that come from the host, or None.
+      restored: those that come from a tier, or None.
     """
 
     pages: list[int]
@@ -104,7 +104,7 @@ class Allocator:
       config: the engine's sizes.
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
-      restoring: brings pages to the host that the cache forgets, and back; None: they are forgotten.
+      restoring: brings pages to a tier that the cache forgets, and back; None: they are forgotten.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Allocator:
             if load is not None:
                 if match.num_copied_tokens:
                     pages.release([match.copy_from])
-                if not wait and not load.block.done():
+                if not wait and not load.result.done():
                     pages.release(match.pages)
                     return None
                 return self._restore(allocation, load, match, rest)
@@ -214,7 +214,7 @@ class Allocator:
         )
 
     def _restore(self, allocation: Allocation, load: Load, match: Match, tokens: list[int]) -> _Pages:
-        """Take pages for these tokens after the shared ones, of which the first come from the host."""
+        """Take pages for these tokens after the shared ones, of which the first come from a tier."""
         assert self.restoring is not None
         pages, size, node = self.pages, self.pages.page_size, match.parent
         block, first, count = self.restoring.end(load, node, tokens)
@@ -272,6 +272,8 @@ class Allocator:
     def release(self, allocation: Allocation) -> None:
         """Take everything back; the pages' content stays in the tree of cached prefixes."""
         self.insert_prefix(allocation, allocation.num_computed_tokens, partial=True)
+        if self.restoring is not None:
+            self.restoring.released(allocation.node)
         self.pages.release(allocation.pages)
         self._free_slots.append(allocation.slot)
         if allocation.adapter_index:
@@ -280,7 +282,7 @@ class Allocator:
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
     def take_stored(self) -> tuple[Stored, ...]:
-        """Return the pages that gave way to others, and that the step in preparation is to bring to the host."""
+        """Return the pages that the step in preparation is to bring to the host."""
         assert self.restoring is not None
         return self.restoring.take_stored()
 

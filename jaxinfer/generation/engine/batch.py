@@ -40,7 +40,7 @@ class Restored(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A page that gives way to another, whose content the step brings to the host before anything is written.
+    """A page whose content the step brings to the host before anything is written, for a tier of the cache.
 
     Attributes:
       page: the page.
@@ -63,7 +63,7 @@ class Admission:
       num_cached_tokens: leading tokens whose keys and values the cache has.
       decodes: whether only its last token still has to go through the model, so that it decodes at once.
       copy: the (source, target) page to copy before anything is written, or None.
-      restored: pages of its prefix that come from the host, or None.
+      restored: pages of its prefix that come from a tier, or None.
     """
 
     sequence: Sequence
@@ -192,12 +192,12 @@ class Batch:
 
     @property
     def restored(self) -> list[Restored]:
-        """Pages of a lane that come from the host."""
+        """Pages of a lane that come from a tier."""
         return [admission.restored for admission in self.admissions if admission.restored is not None]
 
     @property
     def num_restored_pages(self) -> int:
-        """How many pages come from the host, in all lanes."""
+        """How many pages come from a tier, in all lanes."""
         return sum([page >= 0 for lane in self.lanes for pages, _ in lane.restored for page in pages])
 
     @functools.cached_property

@@ -32,7 +32,7 @@ class Buckets:
       prefill_rows: decoding rows beside chunks; few sizes, since a row costs little there.
       decode_rows: rows of a decode step.
       page_tables: pages of a row's page table.
-      moves: pages that one program copies to the host's memory or from it; none: the host keeps no pages.
+      moves: pages that one program copies to the host's memory or from it; none: no tier keeps pages.
       max_padding: the chunks of a step, rounded up, are at most this many times the real ones.
     """
 

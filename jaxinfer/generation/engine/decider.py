@@ -230,7 +230,7 @@ class RequestDecider(Decider[RequestTicket]):
         if not self._interrupted:  # an interrupt may have cut the step short
             self._deliver(dict.fromkeys(sequence.request_id for sequence in advanced))
         if not self.loop.tickets:
-            self._engine.drain()
+            self._engine.drain(lambda: self.loop.num_waiting > 0)
         if self.loop.statistics.answered and not self._compiles_others:
             self._compiles_others = True
             self._engine.compile_in_background()

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Ordered
 from typing import Any
 
 from jaxinfer.compiled import Clock, Origin
@@ -15,16 +16,20 @@ from jaxinfer.compiled.background import StoppedError
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import SharedConfig
-from jaxinfer.generation.engine.host_pages import HostPages
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
+from jaxinfer.generation.engine.page_tier import PageTier
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.text import Prompt
+
+STORE_SECONDS = 5.0
+"""Seconds that an engine without requests saves pages before it looks for new ones."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +48,7 @@ class Engine:
       inputs: makes requests from prompts.
       scheduler: decides what every step runs.
       executor: runs it on the device.
-      host_pages: keeps pages of the prefix cache in the host's memory; None: nobody does.
+      restoring: moves pages of each lane's prefix cache to a tier and back; none: they are forgotten.
       clock: the time of sequences, real or virtual.
       asleep: whether nothing is on the device before `wake_up`.
     """
@@ -55,12 +60,12 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         *,
-        host_pages: HostPages | None = None,
+        restoring: Ordered[Restoring] = (),
         clock: Clock = time.perf_counter,
         asleep: bool = False,
     ):
         self._config = config
-        self.inputs, self.scheduler, self.host_pages = inputs, scheduler, host_pages
+        self.inputs, self.scheduler, self._restoring = inputs, scheduler, restoring
         self._executor: Executor | None = executor
         self._outputs = OutputProcessor(clock)
         self._lock = threading.RLock()  # held by steps and by `close`
@@ -86,6 +91,11 @@ class Engine:
         return self.inputs.adapters
 
     @property
+    def page_tier(self) -> PageTier | None:
+        """What keeps pages of the prefix cache that the devices forget; None: nothing."""
+        return self._restoring[0].tier if self._restoring else None
+
+    @property
     def executor(self) -> Executor:
         """The device side. Raises ClosedError after `close`."""
         if self._executor is None:
@@ -96,13 +106,15 @@ class Engine:
         """Return what the engine holds, and has done so far; from any thread."""
         load, counters, executor = self.scheduler.load, vars(self._outputs.counters), self.executor
         counted = {**counters, "ended": dict(counters["ended"])}
+        tiers = {} if self.page_tier is None else self.page_tier.stats
         return EngineStats(
             **load._asdict(),
             **counted,
             compile_misses=executor.programs.misses,
             cpu_kernels=executor.programs.cpu_kernels,
             pipeline=executor.report().pipeline,
-            host_kv=None if self.host_pages is None else self.host_pages.stats,
+            host_kv=tiers.get("host_kv"),
+            disk_kv=tiers.get("disk_kv"),
         )
 
     # Requests
@@ -234,15 +246,36 @@ class Engine:
         advanced, self._advanced = self._advanced, []
         return advanced
 
-    def drain(self) -> list[Sequence]:
-        """Wait for the steps in flight, and save their costs; returns the sequences that have advanced."""
+    def drain(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Sequence]:
+        """Wait for the steps in flight, and save costs and pages; returns the sequences that have advanced.
+
+        is_wanted: whether requests wait, so that saving pages ends early.
+        """
         with self._lock, _Change(self):
             if self._closed:
                 return self._take_advanced()
             self._collect(0)
+            try:
+                self._store_pages(is_wanted)
+            except Exception as error:
+                log.error("Pages of the KV cache could not be saved; nothing is cached now.", exc_info=error)
+                self._reset()
             costs = self.executor.costs
         costs.save(every=SAVE_SECONDS)
         return self._take_advanced()
+
+    def _store_pages(self, is_wanted: Callable[[], bool]) -> None:
+        """Bring pages to a tier that sequences have left, since no step follows that would."""
+        tier, until = self.page_tier, time.monotonic() + STORE_SECONDS
+        while tier is not None and not self._asleep and time.monotonic() < until and not is_wanted():
+            if not tier.has_room:
+                tier.settle()
+            batch = Batch.of_lanes([Batch(stored=lane.take_stored()) for lane in self._restoring])
+            if not batch.stored:
+                break
+            blocks = self.executor.read_pages(batch)
+            for lane, part, of_lane in zip(self._restoring, batch.lanes, blocks, strict=True):
+                lane.store(part.stored, of_lane)
 
     @property
     def forked(self) -> bool:
@@ -267,6 +300,8 @@ class Engine:
         if self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             try:
                 self._await_devices()
+                if self._executor is not None and self.page_tier is not None:
+                    self.page_tier.close()
                 self._executor = None
                 for pool in self.scheduler.pools:  # so that nobody takes prompts for cached
                     pool.clear()

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_COMPARED = 32
@@ -71,14 +71,14 @@ class PagePool:
     requests must have in common to share pages.
 
     Args:
-      identity: a hash of the model and of the pages' layout, for the keys of pages; None: nobody wants to know which
-        pages are forgotten.
+      identity: makes a hash of all that pages after a root depend on beside their tokens, for the keys of pages; None:
+        nobody wants to know which pages are forgotten.
 
     Attributes:
       listener: hears what enters and leaves the tree; None: nobody does.
     """
 
-    def __init__(self, count: int, page_size: int, identity: bytes | None = None):
+    def __init__(self, count: int, page_size: int, identity: Callable[[Hashable], bytes] | None = None):
         self.count, self.page_size, self._identity = count, page_size, identity
         self.listener: PoolListener | None = None
         self.reset()
@@ -140,10 +140,14 @@ class PagePool:
             assert key is not None
         else:
             assert self._identity is not None
-            key = hashlib.blake2b(self._identity + repr(place).encode(), digest_size=32).digest()
+            key = self._identity(place)
         for node in reversed(path):
             key = node.key = page_key(key, node.tokens)
         return key
+
+    def has(self, node: Node) -> bool:
+        """Check whether a node is in the tree."""
+        return self._node_of.get(node.page) is node
 
     def keys_after(self, place: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:
         """The keys of the full pages of tokens that follow a node or root."""

@@ -2,18 +2,20 @@
 
 import itertools
 import logging
-import time
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
 from jaxinfer.generation.engine.batch import PageBlock, Restored, Stored
-from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages, Load
-from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.page_pool import Node, PagePool
+from jaxinfer.generation.engine.page_tier import Load, PageTier
 from jaxinfer.generation.engine.speculation import PassCosts
 
 WRITE_PAGE = "write_page"
 """The name of a page's way from a block to the devices, in the record of costs."""
 TRIES = 3
 """Measurements without which restoring counts as faster: one alone may have met a stall of the machine."""
+MAX_EARLY = 32
+"""Pages that move to a tier in one step though nothing takes their place."""
 RETRY = 16
 """Restoring is tried again once in so many times that the record speaks against it."""
 
@@ -30,14 +32,34 @@ class Restoring:
       chunk_size: tokens of a chunk of a prompt.
     """
 
-    def __init__(self, pool: PagePool, tier: HostPages, costs: PassCosts, chunk_size: int):
+    def __init__(self, pool: PagePool, tier: PageTier, costs: PassCosts, chunk_size: int):
         self.tier, self._pool, self._costs, self._chunk_size = tier, pool, costs, chunk_size
         self._refused = 0
+        self._early: deque[Node] = deque(maxlen=pool.count)  # pages to move though nothing takes their place
+
+    def released(self, node: Hashable) -> None:
+        """Note that a sequence has left the pages up to this node, which have been computed or are in flight."""
+        path = []
+        while isinstance(node, Node):
+            if self.tier.wants_early(self._pool.key_of(node)):
+                path.append(node)
+            node = node.parent
+        self._early.extend(reversed(path))
 
     def take_stored(self) -> tuple[Stored, ...]:
-        """The pages that gave way since the last call and that the tier lacks, for the step in preparation."""
-        pool = self._pool
-        return tuple([Stored(x.page, key) for x in pool.take_forgotten() if (key := pool.key_of(x)) not in self.tier])
+        """The pages that the step in preparation is to bring to the tier.
+
+        They gave way since the last call, or sequences have left them.
+        """
+        pool, tier = self._pool, self.tier
+        stored = [Stored(node.page, key) for node in pool.take_forgotten() if tier.wants(key := pool.key_of(node))]
+        for _ in range(MAX_EARLY):
+            if not (self._early and tier.has_room):
+                break
+            node = self._early.popleft()
+            if pool.has(node) and tier.wants_early(key := pool.key_of(node)):
+                stored.append(Stored(node.page, key))
+        return tuple(stored)
 
     def store(self, stored: Sequence[Stored], blocks: Sequence[PageBlock]) -> None:
         """Give the tier the pages that a step has brought to the host."""
@@ -54,17 +76,17 @@ class Restoring:
         if load is not None and first in load.keys:
             return load
         kept = list(itertools.takewhile(self.tier.__contains__, itertools.chain([first], keys)))
-        return self.tier.get(kept) if kept and self._pays(len(kept), len(tokens)) else None
+        return self.tier.get(kept) if kept and self._pays(kept, len(tokens)) else None
 
-    def _pays(self, pages: int, tokens: int) -> bool:
+    def _pays(self, keys: Sequence[bytes], tokens: int) -> bool:
         """Check whether restoring the first pages of these tokens saves time; unknown times count as if it did."""
-        costs = [self._costs.all.for_sizes(name) for name in (READ_PAGE, WRITE_PAGE)]
-        chunk = self._costs.chunk_seconds()
-        if chunk is None or sum(cost is not None and cost.weight >= TRIES for cost in costs) < len(costs):
+        moves, chunk = self.tier.reads(keys) + Counter({WRITE_PAGE: len(keys)}), self._costs.chunk_seconds()
+        costs = {name: cost for name in moves if (cost := self._costs.all.for_sizes(name)) is not None}
+        if chunk is None or sum(cost.weight >= TRIES for cost in costs.values()) < len(moves):
             return True
-        rest = tokens - pages * self._pool.page_size
+        rest = tokens - len(keys) * self._pool.page_size
         saved = -(-tokens // self._chunk_size) - (-(-rest // self._chunk_size) if rest > 1 else 0)
-        pays = pages * sum(cost.p50 for cost in costs if cost is not None) < saved * chunk
+        pays = sum(count * costs[name].p50 for name, count in moves.items()) < saved * chunk
         self._refused = 0 if pays else (self._refused + 1) % RETRY
         return pays or not self._refused
 
@@ -74,15 +96,16 @@ class Restoring:
         There are none if it failed: they are then computed.
         """
         try:
-            block = load.block.result()
-        except Exception as error:  # of a disk, say
+            block, count = load.result.result()
+        except Exception as error:
             log.warning("%d pages of the KV cache could not be read, and are computed.", len(load.keys), exc_info=error)
             self.tier.forget(load.keys)
             return None, 0, 0
         first = load.keys.index(next(self._pool.keys_after(parent, tokens)))
-        count = len(load.keys) - first
-        self.tier.admitted(count, time.perf_counter() - load.began)
-        return block, first, count
+        if count <= first:  # the tier lost them meanwhile
+            return None, 0, 0
+        self.tier.admitted(load, load.keys[first:count])
+        return block, first, count - first
 
 
 def restored(pages: Sequence[int], block: PageBlock, first: int) -> Restored:

@@ -61,7 +61,7 @@ class DecoderScheduler:
       buckets: the sizes that programs are compiled for.
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
-      restoring: brings pages to the host that the cache forgets, and back; None: they are forgotten.
+      restoring: brings pages to a tier that the cache forgets, and back; None: they are forgotten.
       costs: the times of passes.
       step_seconds: the longest time that a decode step of several passes should take.
       arrivals: numbers of arrivals; None: it counts for itself.

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
-from jaxinfer.generation.engine.host_pages import TierStats
+from jaxinfer.generation.engine.page_tier import TierStats
 from jaxinfer.generation.outputs import ExpertLoad, FinishReason
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.streaming.statistics import StreamingStatistics
@@ -103,6 +103,7 @@ class EngineStats:
         engine has `expert_load=True`.
       pipeline: what the stages of a pipeline did; None without one.
       host_kv: pages of the prefix cache in the host's memory; None without `host_kv`.
+      disk_kv: its pages on disk; None without `disk_kv`.
       requests: how the requests of an `AsyncLLM` have ended, where cancelled and late ones count too; else None.
       running_adapters: how many requests of an `AsyncLLM` run with each LoRA adapter.
       waiting_adapters: how many of them wait for each.
@@ -125,6 +126,7 @@ class EngineStats:
     expert_load: ExpertLoad | None = None
     pipeline: PipelineStats | None = None
     host_kv: TierStats | None = None
+    disk_kv: TierStats | None = None
     requests: Statistics | None = None
     running_adapters: dict[str, int] = dataclasses.field(default_factory=dict)
     waiting_adapters: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -156,6 +158,8 @@ class EngineStats:
             lines["pipeline"] = f"{self.pipeline.idle_share:.0%} of {self.pipeline.slots} ticks of stages idle"
         if self.host_kv is not None:
             lines["host pages"] = str(self.host_kv)
+        if self.disk_kv is not None:
+            lines["disk pages"] = str(self.disk_kv)
         if self.requests is not None:
             lines["requests"] = str(self.requests)
         return "\n".join(f"{name:<11} {text}" for name, text in lines.items())

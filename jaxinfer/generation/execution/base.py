@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxinfer.compiled import Clock, Costs, DeviceTime, ProgramCache, ProgramSpec, Sizes, executable_store
+from jaxinfer.generation.engine.batch import Batch, PageBlock
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.stats import ExecutorReport
@@ -121,6 +122,10 @@ class BaseExecutor[Buckets]:
     def restart(self) -> None:
         """Start over, as in `Executor`; programs and costs stay as they are."""
         self._passes.restart()
+
+    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+        """Bring no page to the host, as an encoder has none."""
+        return []
 
     def interrupt(self) -> None:
         """End a wait for a disk, and compiling, as in `Executor`."""

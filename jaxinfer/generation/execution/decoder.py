@@ -182,6 +182,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         results[0].blocks = tuple(blocks)
         return results
 
+    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+        """Bring the pages of `Batch.stored` to the host while nothing runs; returns blocks of each lane."""
+        blocks = [self.state.change(command) for command in self._packer.changes(batch)]
+        return self._blocks_of_lanes([block for block in blocks if block is not None])
+
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step; returns its results."""
         parts, results = _parts_of(step)

@@ -15,7 +15,7 @@ from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned
 from jaxinfer.compiled import Costs, ProgramCache, ProgramSpec, executable_store
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
-from jaxinfer.generation.engine.host_pages import MAX_WRITES, bytes_of_page
+from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.plan import MOVES
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
@@ -24,7 +24,7 @@ from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Offers, Sizes, budget_of, host_budget
-from jaxinfer.streaming.config import LayerRange, Placement, exact_bytes
+from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, exact_bytes
 from jaxinfer.streaming.experts import IN_FLIGHT
 from jaxinfer.streaming.model import layer_ranges
 
@@ -88,10 +88,9 @@ def plan_memory(
     model: LoadedModel,
     config: EngineConfig,
     *,
+    limits: MemoryConfig | None = None,
     placement: Placement | None = None,
     cache_bytes: int | None = None,
-    device_memory: int | None = None,
-    host_kv: int | None = None,
     asleep: bool = False,
 ) -> MemoryPlan:
     """Divide the memory beside the weights between the cache and the programs' workspace.
@@ -100,20 +99,21 @@ def plan_memory(
     Unless that is a small part of the free memory, the largest programs are compiled to learn their workspace.
 
     Args:
+      limits: what the model may take of each device, and what keeps the pages that the cache forgets; None: all that is
+        free, and nothing does.
       placement: the place of each layer; None: all are on the devices.
       cache_bytes: bytes of the cache; None: as many as there is room for.
-      device_memory: bytes that the model may take of each device, weights included; None: all that are free.
-      host_kv: bytes of the host's memory for pages that the cache forgets; None: it keeps none.
       asleep: whether the weights are not on the devices yet, whose memory others will have left when they come.
 
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
     shared, tenants = shares_memory(model.platform), weight_tenants(model, placement)
-    weights = sum(tenants.values())
+    weights, limits = sum(tenants.values()), limits or MemoryConfig()
+    device_memory = limits.device_memory
     layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
-    host_pages, on_host = _host_pages(layout, config, host_kv)
-    moving, buffers = 2 * MOVES[-1] * size if host_pages and not shared else 0, buffer_bytes(placement)
+    host_pages, on_host = _page_tiers(layout, config, limits)
+    moving, buffers = 2 * MOVES[-1] * size if on_host and not shared else 0, buffer_bytes(placement)
     available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
     available -= sum(on_host.values()) // len(devices_of(model.mesh)) if shared else 0
     if device_memory is not None:
@@ -155,31 +155,37 @@ def plan_memory(
     )
 
 
-def _host_pages(layout: DeviceLayout, config: EngineConfig, host_kv: int | None) -> tuple[int, dict[str, int]]:
-    """Return how many pages the host keeps, and the bytes of its memory for that, by tenant.
+def _page_tiers(layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig) -> tuple[int, dict[str, int]]:
+    """Return how many pages the host keeps, and the bytes of its memory for all tiers, by tenant.
 
     Raises ValueError, BudgetError.
     """
-    if host_kv is None:
-        return 0, {}
-    if not config.prefix_caching:
+    host_kv, size = limits.host_kv, bytes_of_page(layout.host_page)
+    given = {"host_kv": host_kv, "disk_kv": limits.disk_kv}
+    tiers = {name: value for name, value in given.items() if value is not None}
+    if tiers and not config.prefix_caching:
+        name, value = next(iter(tiers.items()))
         raise ValueError(
-            f"host_kv={host_kv} keeps pages of the prefix cache, and prefix_caching=False: leave one of them out."
+            f"{name}={value} keeps pages of the prefix cache, and prefix_caching=False: leave one of them out."
         )
     rooms = [room for room in (host_budget().free, host_budget().available) if room is not None]
-    if rooms and host_kv > min(rooms):
+    if host_kv is not None and rooms and host_kv > min(rooms):
         raise BudgetError(
             f"host_kv={host_kv}: {exact_bytes(max(min(rooms), 0))} of the host's memory are free: lower it, or close "
             f"another model.{host_budget().report}"
         )
-    size = bytes_of_page(layout.host_page)
-    if host_kv < size:
-        raise ValueError(
-            f"host_kv={host_kv} has no room for one page of {config.page_size} tokens, which takes "
-            f"{exact_bytes(size)}: raise it, lower page_size, or leave it out."
-        )
-    moving = (2 * config.pages_per_sequence + MAX_WRITES * MOVES[-1]) * size
-    return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {"KV pages of the host": host_kv, MOVING: moving}
+    for name, limit in (("host_kv", host_kv), ("disk_kv_limit", limits.disk_kv_limit)):
+        if limit is not None and limit < size:
+            raise ValueError(
+                f"{name}={limit} has no room for one page of {config.page_size} tokens, which takes "
+                f"{exact_bytes(size)}: raise it, lower page_size, or leave it out."
+            )
+    if not tiers:
+        return 0, {}
+    moving = {MOVING: (2 * config.pages_per_sequence + MAX_WRITES * MOVES[-1] * len(tiers)) * size}
+    if host_kv is None:
+        return 0, moving
+    return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {"KV pages of the host": host_kv, **moving}
 
 
 def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:

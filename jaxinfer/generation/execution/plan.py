@@ -52,14 +52,18 @@ class Plan:
         *,
         num_pages: int = 0,
         host_pages: int = 0,
+        disk_kv: bool = False,
         max_chunks: int | None = None,
         placement: Placement | None = None,
     ) -> "Plan":
-        """Plan the engine of a model. Raises ValueError for a config that its platform cannot run."""
+        """Plan the engine of a model. Raises ValueError for a config that its platform cannot run.
+
+        disk_kv: whether a disk keeps pages. All else are the fields.
+        """
         stages = model.rules.num_stages(model.mesh)
         if isinstance(config, EngineConfig):
             buckets = buckets_of(config, model.platform, streamed=placement is not None, stages=stages)
-            buckets = dataclasses.replace(buckets, moves=MOVES if host_pages else ())
+            buckets = dataclasses.replace(buckets, moves=MOVES if host_pages or disk_kv else ())
         else:
             assert isinstance(config, EncoderEngineConfig)
             buckets = EncoderBuckets.from_config(config, model.lanes)

@@ -73,6 +73,10 @@ class AdapterCache:
         """The names of the adapters that were given to `register`."""
         return list(self._names)
 
+    def digest(self, name: str) -> bytes:
+        """A digest of an adapter's content, which has been read; equal in every process."""
+        return self._digests[name]
+
     def check(self, name: str) -> None:
         """Raise ValueError if no adapter has this name."""
         if name not in self._infos:

@@ -57,7 +57,7 @@ def reset(engine):
     for allocation in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(allocation.sequence.request_id)
     engine.drain()
-    if engine.host_pages is None:  # else the pages give way to others, and come back
+    if engine.page_tier is None:  # else the pages give way to others, and come back
         engine.scheduler.pages.clear()
 
 
@@ -194,7 +194,7 @@ def engines(model_dir):
 
     hosted = pair(SMALL_CONFIG, host_pages=12)
     for engine in hosted.values():
-        engine.host_pages._read = slow_and_failing(engine.host_pages._read)
+        engine.page_tier._read = slow_and_failing(engine.page_tier._read)
     return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative), "host": hosted}
 
 
@@ -239,9 +239,9 @@ def run(engines, alone, *, examples, steps, derandomize):
     run_state_machine_as_test(lambda: Machine(engines, alone), settings=options)
     assert all(after > earlier for after, earlier in zip(preemptions(), before, strict=True))
     for engine in engines.values():
-        if engine.host_pages is not None:
-            engine.host_pages.check_integrity()
-            assert engine.host_pages.stats.read_back > 0
+        if engine.page_tier is not None:
+            engine.page_tier.check_integrity()
+            assert engine.stats().host_kv.read_back > 0
 
 
 @pytest.mark.parametrize(

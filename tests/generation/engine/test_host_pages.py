@@ -13,7 +13,8 @@ from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.host_pages import HostPages, empty_block
+from jaxinfer.generation.engine.host_pages import HostPages
+from jaxinfer.generation.engine.page_tier import empty_block
 from jaxinfer.generation.execution.plan import MOVES
 
 COUNT = 5
@@ -73,7 +74,7 @@ class Tier(RuleBasedStateMachine):
     @invariant()
     def the_same_pages_are_known(self):
         self.pages.check_integrity()
-        assert self.pages.stats.pages == len(self.known)
+        assert self.pages.stats["host_kv"].pages == len(self.known)
         order = list(self.known)
         assert [key in self.pages for key in KEYS] == [key in order for key in KEYS]  # which is a use
         for key in KEYS:
@@ -83,7 +84,8 @@ class Tier(RuleBasedStateMachine):
     def teardown(self):
         """A load has what its pages had when it was asked for, whatever came after."""
         for load, numbers in self.loads:
-            block = load.block.result(60)
+            block, count = load.result.result(60)
+            assert count == len(numbers)
             assert block.kv.shape[1] == sum(BUCKETS.moves_of(len(numbers)))
             expected = empty_block(PAGE, len(numbers))
             for index, number in enumerate(numbers):
@@ -121,8 +123,9 @@ def test_statistics_count_bytes():
     block = empty_block(PAGE, 2)
     pages.put(KEYS[:2], [block])
     pages.put(KEYS[:3], [block, block])
-    pages.admitted(2, 0.5)
-    stats = pages.stats
-    assert (stats.pages, stats.stored, stats.read_back, stats.hits, stats.waited) == (3, 3, 2, 1, 0.5)
+    pages.admitted(pages.get(KEYS[:3]), KEYS[1:3])
+    stats = pages.stats["host_kv"]
+    assert (stats.pages, stats.stored, stats.read_back, stats.hits) == (3, 3, 2, 1)
+    assert stats.waited > 0
     assert stats.stored_bytes == 3 * sum(x.nbytes for x in PAGE)
     assert "3 of 5 in use" in str(stats)

@@ -237,8 +237,12 @@ def test_the_same_tokens_are_registered_once():
     assert pool.allocate(4)[-1] == first  # the only one whose contents are worth keeping
 
 
+def identity_of(model):
+    return lambda root: model + root.encode()
+
+
 def test_keys_name_all_tokens_up_to_the_end_of_a_page():
-    pool, same = (PagePool(4, 2, b"model") for _ in range(2))
+    pool, same = (PagePool(4, 2, identity_of(b"model")) for _ in range(2))
     tokens = [1, 2, 3, 4, 5]
     for one in (pool, same):
         one.release(fill(one, "root", tokens))
@@ -248,7 +252,7 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_page():
     assert [pool.key_of(node.parent), pool.key_of(node)] == keys == list(same.keys_after("root", tokens))
     assert list(pool.keys_after(node.parent, tokens[2:])) == keys[1:]
     others = [
-        PagePool(4, 2, b"other").keys_after("root", tokens),
+        PagePool(4, 2, identity_of(b"other")).keys_after("root", tokens),
         pool.keys_after("other", tokens),
         pool.keys_after("root", [7, *tokens[1:]]),
     ]
@@ -256,7 +260,7 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_page():
 
 
 def test_forgotten_pages_are_noted_for_those_who_want_them():
-    for identity, wanted in ((b"model", [(1, 2)]), (None, [])):
+    for identity, wanted in ((identity_of(b"model"), [(1, 2)]), (None, [])):
         pool = PagePool(2, 2, identity)
         pool.release(fill(pool, "root", [1, 2, 3]))
         pool.allocate(2)  # the page that is not full is not kept

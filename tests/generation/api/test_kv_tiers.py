@@ -1,4 +1,4 @@
-"""Pages of the prefix cache that host memory keeps: what was computed once is not computed again."""
+"""Pages of the prefix cache that host memory and disk keep: what was computed once is not computed again."""
 
 import dataclasses
 import threading
@@ -23,6 +23,7 @@ PAGES = 14  # of the devices; a request takes up to 8
 PAGE = PAGE_BYTES // 2
 SIZES = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 16, "chunk_size": 16, "max_decode_passes": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+LIMIT = 200 * (PAGE + 4)
 LONG = dataclasses.replace(GREEDY, max_tokens=24)
 PROMPTS = [np.random.default_rng(seed).integers(0, 250, 40).tolist() for seed in range(6)]
 """Of five pages each: the devices have room for two."""
@@ -36,6 +37,10 @@ def make(model_dir, costs=None, **options):
 
 def make_hosted(model_dir, pages=100, **options):
     return make(model_dir, host_kv=pages * PAGE, **options)
+
+
+def make_on_disk(model_dir, folder, **options):
+    return make(model_dir, disk_kv=folder, disk_kv_limit=LIMIT, **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def expected(model_dir):
 def llm(hosted):
     """With nothing cached, on the devices or the host."""
     hosted.engine.scheduler.pages.clear()
-    hosted.engine.host_pages.clear()
+    hosted.engine.page_tier.clear()
     return hosted
 
 
@@ -92,7 +97,7 @@ def test_prompts_that_were_forgotten_come_back(llm, expected):
     assert 0 < llm.stats().host_kv.pages <= work.stored  # each page is written once
     assert work.stored <= 6 * len(PROMPTS)
     assert work.compile_misses == 0
-    llm.engine.host_pages.check_integrity()
+    llm.engine.page_tier.check_integrity()
 
 
 def test_sequences_that_give_way_are_swapped(llm, expected):
@@ -100,7 +105,7 @@ def test_sequences_that_give_way_are_swapped(llm, expected):
     prompts, params = [prompt[:16] for prompt in PROMPTS[:3]], dataclasses.replace(GREEDY, max_tokens=46)
     wanted = [tokens(llm, [prompt], params)[0] for prompt in prompts]
     llm.engine.scheduler.pages.clear()
-    llm.engine.host_pages.clear()
+    llm.engine.page_tier.clear()
     work = Work(llm)
     assert tokens(llm, prompts, params) == wanted
     assert work.preemptions > 1
@@ -204,6 +209,26 @@ def test_pages_come_back_if_that_is_faster(llm, expected, monkeypatch, read, wri
     assert work.hits == 1
 
 
+def test_the_next_process_goes_on(hosted, model_dir, tmp_path):
+    """Here it is another engine. Pages of ended turns are on disk at once, though nothing took their place."""
+    folder = tmp_path / "kv"
+    with make_on_disk(model_dir, folder) as first:
+        wanted = [tokens(first, [prompt]) for prompt in PROMPTS[:2]]
+        assert first.stats().preemptions == first.stats().disk_kv.read_back == 0
+        first.engine.page_tier.settle()
+        assert first.stats().disk_kv.stored == len(list(folder.glob("[0-9a-f]*"))) == 2 * 6
+        assert tokens(first, [PROMPTS[0]]) == wanted[0]  # from the devices
+    with make_on_disk(model_dir, folder, host_kv=100 * PAGE) as later:
+        work = Work(later)
+        assert [tokens(later, [prompt]) for prompt in PROMPTS[:2]] == wanted
+        kept = later.stats()
+        assert (kept.disk_kv.read_back, kept.disk_kv.hits, kept.host_kv.stored) == (2 * 4, 2, 0)
+        assert (work.cached_tokens, work.compile_misses) == (2 * 32, 0)
+        forget(later)  # now the host has them, too
+        assert tokens(later, [PROMPTS[0]]) == wanted[0]
+        assert later.stats().host_kv.read_back == 4
+
+
 def test_the_ledger_has_what_was_asked_for(llm, model_dir):
     assert 100 * PAGE in [h.bytes for h in host_budget().holdings if h.tenant == "KV pages of the host"]
     with pytest.raises(BudgetError, match=r"host_kv=4398046511104000: .* of the host's memory are free: lower it"):
@@ -216,9 +241,25 @@ def test_the_ledger_has_what_was_asked_for(llm, model_dir):
         ({"host_kv": PAGE, "prefix_caching": False}, "prefix_caching=False: leave one of them out"),
         ({"host_kv": PAGE - 1}, f"no room for one page of 8 tokens, which takes .*{PAGE} bytes"),
         ({"host_kv": "much"}, "host_kv must be bytes or a size"),
+        ({"disk_kv": "kv"}, r"disk_kv=kv, disk_kv_limit=None: give both, a folder and the bytes"),
+        ({"disk_kv_limit": "1GiB"}, r"disk_kv=None, disk_kv_limit=1073741824: give both"),
+        ({"disk_kv": "", "disk_kv_limit": 9}, "disk_kv must be the path of a folder, got ''"),
+        ({"disk_kv": __file__, "disk_kv_limit": 9}, "disk_kv must be a folder, and .*test_kv_tiers.py is a file"),
+        ({"disk_kv": "/proc/kv", "disk_kv_limit": 9}, r"disk_kv='/proc/kv': it cannot be written \(.*\): name another"),
+        ({"disk_kv": "/proc", "disk_kv_limit": 9}, "disk_kv='/proc': it has other files, such as '.*': name a new"),
+        ({"disk_kv": "kv", "disk_kv_limit": "9000TiB"}, r"disk_kv='kv': .* bytes\) of its disk are free or have its"),
+        (
+            {"disk_kv": "kv", "disk_kv_limit": PAGE - 1},
+            "disk_kv_limit=2047 has no room for one page of 8",
+        ),
+        (
+            {"disk_kv": "kv", "disk_kv_limit": PAGE, "prefix_caching": False},
+            "disk_kv=kv keeps pages of the prefix",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused(model_dir, options, message):
+def test_what_cannot_be_is_refused(model_dir, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         make(model_dir, **options)
 
@@ -238,7 +279,7 @@ def test_sleep_keeps_or_frees_the_host(model_dir, expected):
             awake = llm.reserved.total()
             llm.sleep(level=level)
             assert (llm.reserved.total() >= 100 * PAGE) == kept
-            assert (llm.engine.host_pages.stats.pages > 0) == kept
+            assert (llm.engine.page_tier.stats["host_kv"].pages > 0) == kept
             llm.wake_up()
             assert llm.reserved.total() == awake
             assert answer(PROMPTS[0]) == expected[10][0][0]

@@ -1,0 +1,138 @@
+"""Pages of the prefix cache on disk, where they outlive the process."""
+
+import dataclasses
+import functools
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from jaxinfer.compiled import Costs
+from jaxinfer.disk_cache.blocks import BlockFolder
+from jaxinfer.futures import DaemonThreads, InterruptibleFuture
+from jaxinfer.generation.engine.batch import PageBlock
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.page_tier import (
+    MAX_WRITES,
+    Load,
+    Loaded,
+    PageTier,
+    TierStats,
+    arrays_of,
+    bytes_of_page,
+    empty_block,
+    places_of,
+)
+
+READ_PAGE_FROM_DISK = "read_page_from_disk"
+"""The name of reading a page from disk into a block, in the record of costs."""
+CLOSE_SECONDS = 10.0
+"""Seconds that `close` waits for a disk."""
+
+
+class DiskPages(PageTier):
+    """Pages as blocks of a folder, which other models may share.
+
+    One thread writes and reads, in the order of the calls, so a page is read after it was written. Nobody waits for
+    writes: pages that come faster than the disk takes them are left out.
+
+    Args:
+      blocks: the folder.
+      page: the shapes of a page of a lane, [S, ...] (`PageBlock` without N).
+      buckets: the sizes that pages are moved in.
+      costs: the record of the times of reading.
+    """
+
+    def __init__(self, blocks: BlockFolder, page: PageBlock, buckets: Buckets, costs: Costs):
+        self.blocks, self._page, self._buckets, self._costs = blocks, page, buckets, costs
+        self._page_bytes = bytes_of_page(page)
+        self._room = MAX_WRITES * buckets.moves[-1]
+        self._worker = DaemonThreads(1, "jaxinfer-disk-pages")
+        self._writing: set[bytes] = set()  # pages that wait to be written
+        self._stored = 0  # which the worker counts
+        self._stats = TierStats(num_pages=blocks.max_bytes // self._page_bytes, page_bytes=self._page_bytes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._writing or key in self.blocks
+
+    def wants(self, key: bytes) -> bool:
+        return self.has_room and key not in self
+
+    def wants_early(self, key: bytes) -> bool:
+        return key not in self
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._writing) < self._room and self.blocks.can_write
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[PageBlock]) -> None:
+        new = []
+        for key, block, at in places_of(keys, blocks):
+            if self.wants(key):
+                self._writing.add(key)
+                new.append((key, block, at))
+        if new:
+            self._worker.submit(self._write, new)
+
+    def _write(self, pages: Sequence[tuple[bytes, PageBlock, int]]) -> None:
+        """Write pages of blocks; in the worker."""
+        for key, block, at in pages:
+            try:
+                parts = [np.ascontiguousarray(x[:, at]).reshape(-1) for x in arrays_of(block)]
+                self._stored += self.blocks.put(key, *parts)
+            finally:
+                self._writing.discard(key)
+
+    def get(self, keys: Sequence[bytes], base: Load | None = None) -> Load:
+        """Begin to read pages. base: a load of the same pages, of which it has some already; None: there is none."""
+        missing = frozenset(keys) if base is None else base.from_disk
+        read = functools.partial(self._read, tuple(keys), missing, None if base is None else base.result)
+        return Load(tuple(keys), self._worker.submit(read), time.perf_counter(), missing)
+
+    def _read(
+        self, keys: Sequence[bytes], missing: Collection[bytes], base: InterruptibleFuture[Loaded] | None
+    ) -> Loaded:
+        """Read the missing pages into their places of a block, up to the first that cannot be read; in the worker."""
+        size = sum(self._buckets.moves_of(len(keys)))
+        block = empty_block(self._page, size) if base is None else base.result().block
+        start, arrays = time.perf_counter(), arrays_of(block)
+        for at, key in enumerate(keys):
+            if key not in missing:
+                continue
+            if (content := self.blocks.get(key, size=self._page_bytes)) is None:
+                return Loaded(block, at)
+            offset, data = 0, np.frombuffer(content, np.uint8)
+            for x in arrays:
+                target = x[:, at]
+                np.copyto(target, data[offset : offset + target.nbytes].reshape(target.shape))
+                offset += target.nbytes
+        self._costs.record(READ_PAGE_FROM_DISK, (), time.perf_counter() - start, passes=len(missing))
+        return Loaded(block, len(keys))
+
+    def reads(self, keys: Sequence[bytes]) -> Counter[str]:
+        return Counter({READ_PAGE_FROM_DISK: len(keys)})
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: pages that cannot be read are gone from the folder."""
+
+    def admitted(self, load: Load, keys: Sequence[bytes]) -> None:
+        self._stats = self._stats.admitted(len(keys), load.waited)
+
+    @property
+    def stats(self) -> dict[str, TierStats]:
+        return {"disk_kv": dataclasses.replace(self._stats, pages=len(self.blocks), stored=self._stored)}
+
+    def free_memory(self) -> None:
+        """Do nothing: it has none."""
+
+    def settle(self) -> None:
+        self._settled().result()
+
+    def close(self) -> None:
+        self._settled().wait(CLOSE_SECONDS)
+        self.blocks.close()
+
+    def _settled(self) -> InterruptibleFuture[None]:
+        """Ends once everything so far is written."""
+        return self._worker.submit(lambda: None)

@@ -1,0 +1,186 @@
+"""Tiers of the prefix cache, to which pages move when the devices forget them: what all tiers have in common."""
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from rich.filesize import decimal
+
+from jaxinfer.checkpoints.host_memory import aligned_buffer
+from jaxinfer.futures import InterruptibleFuture
+from jaxinfer.generation.engine.batch import PageBlock
+
+MAX_WRITES = 8
+"""Blocks of the largest size that may wait to be written to a tier, which take memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierStats:
+    """A tier's work so far, and its content.
+
+    Attributes:
+      pages: pages that it has now.
+      num_pages: pages that it has room for.
+      page_bytes: bytes of a page.
+      stored: pages that were written.
+      read_back: pages that came back to the devices.
+      hits: admitted completions that got pages from it.
+      waited: seconds that these waited for their pages.
+    """
+
+    pages: int = 0
+    num_pages: int = 0
+    page_bytes: int = 0
+    stored: int = 0
+    read_back: int = 0
+    hits: int = 0
+    waited: float = 0.0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the pages that were written."""
+        return self.stored * self.page_bytes
+
+    @property
+    def read_back_bytes(self) -> int:
+        """Bytes of the pages that came back to the devices."""
+        return self.read_back * self.page_bytes
+
+    def admitted(self, pages: int, waited: float) -> "TierStats":
+        """The same after another completion got so many pages, for which it waited so many seconds."""
+        return dataclasses.replace(
+            self, read_back=self.read_back + pages, hits=self.hits + 1, waited=self.waited + waited
+        )
+
+    def __str__(self) -> str:
+        moved = f"{decimal(self.stored_bytes)} stored, {decimal(self.read_back_bytes)} read back"
+        return f"{self.pages} of {self.num_pages} in use, {moved} for {self.hits} completions in {self.waited:.3g} s"
+
+
+class Loaded(NamedTuple):
+    """Pages that came from a tier.
+
+    Attributes:
+      block: their content, [S, N, ...]; N is that of `Buckets.moves_of`.
+      num_pages: how many of the first of the block came; the next one could not be read.
+    """
+
+    block: PageBlock
+    num_pages: int
+
+
+class Load(NamedTuple):
+    """Pages on their way from a tier.
+
+    Attributes:
+      keys: their keys, in the order of the block.
+      result: becomes their content.
+      began: when it was asked for, by `time.perf_counter`.
+      from_disk: those that come from disk.
+    """
+
+    keys: tuple[bytes, ...]
+    result: InterruptibleFuture[Loaded]
+    began: float
+    from_disk: frozenset[bytes] = frozenset()
+
+    @property
+    def waited(self) -> float:
+        """Seconds since it was asked for."""
+        return time.perf_counter() - self.began
+
+
+class PageTier(Protocol):
+    """Keeps pages by their keys (`page_pool.page_key`). The engine's thread calls its methods, which are quick.
+
+    The exceptions are `settle` and `close`.
+    """
+
+    def __contains__(self, key: bytes) -> bool:
+        """Check whether it has a page, or will when the next `get` reads it; counts as a use."""
+        ...
+
+    def wants(self, key: bytes) -> bool:
+        """Check whether to bring a page here that gives way to another."""
+        ...
+
+    def wants_early(self, key: bytes) -> bool:
+        """Check whether to bring a page here that a sequence has left on the devices, since the process may end."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes more pages now without waiting for a disk."""
+        ...
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[PageBlock]) -> None:
+        """Store pages, which come in their order in the blocks; others may be forgotten for them."""
+        ...
+
+    def get(self, keys: Sequence[bytes]) -> Load:
+        """Begin to read pages that it has."""
+        ...
+
+    def reads(self, keys: Sequence[bytes]) -> Counter[str]:
+        """Count the pages that come from each place, by the name of such a read in the record of costs."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forget pages, such as those that could not be read."""
+        ...
+
+    def admitted(self, load: Load, keys: Sequence[bytes]) -> None:
+        """Count an admitted completion that got these pages of a load."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[str, TierStats]:
+        """Its work so far, by the field of `EngineStats`; from any thread."""
+        ...
+
+    def free_memory(self) -> None:
+        """Give the host's memory back; what a disk has stays. Nothing may be on its way."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything is written."""
+        ...
+
+    def close(self) -> None:
+        """Settle, and let others have what only one may have at a time."""
+        ...
+
+
+def bytes_of_page(page: PageBlock) -> int:
+    """The bytes of a page of these shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in parts_of(page))
+
+
+def empty_block(page: PageBlock, count: int) -> PageBlock:
+    """A block in new memory for `count` pages of these shapes, as programs take it without a copy."""
+
+    def make(x: Any) -> np.ndarray:
+        shape = x.shape[0], count, *x.shape[1:]
+        return aligned_buffer(math.prod(shape) * x.dtype.itemsize).view(x.dtype).reshape(shape)
+
+    return PageBlock(*map(make, parts_of(page)))
+
+
+def parts_of(block: PageBlock) -> list[Any]:
+    """The arrays or shapes of a block."""
+    return [x for x in block if x is not None]
+
+
+def arrays_of(block: PageBlock) -> list[np.ndarray]:
+    """The arrays of a block as bytes, which numpy copies without Python's lock whatever their dtype."""
+    return [x.view(np.uint8) for x in parts_of(block)]
+
+
+def places_of(keys: Sequence[bytes], blocks: Sequence[PageBlock]) -> Iterator[tuple[bytes, PageBlock, int]]:
+    """The pages of blocks: (key, block, place in it); the last block may have padding."""
+    places = [(block, at) for block in blocks for at in range(block.kv.shape[1])]
+    return ((key, *place) for key, place in zip(keys, places, strict=False))
