@@ -1,1 +1,1 @@
-"""What the host tier of the KV cache gains, and costs. Start at `__main__.py`."""
+"""What the tiers of the KV cache gain, and cost. Start at `__main__.py`."""

@@ -1,11 +1,11 @@
-"""The host tier of the KV cache: what it gains where the device's pages are few, and costs where it is not needed.
+"""The tiers of the KV cache: what they gain where the device's pages are few, and cost where they are not needed.
 
     python -m benchmarks.kv_tier [--quick] [--only resume,chat] [--json benchmarks/results/KIND/kv_tier.json]
 
 `resume` times the next token of a preempted sequence whose pages were overwritten, restored and computed again. `chat`
 times the first tokens of sessions that take turns, of which the device has room for a quarter. `idle` compares the
-throughput on prompts that never come again. All run a model of 246M random weights. The JSON is rewritten after every
-part.
+throughput on prompts that never come again. `restart` times the next turn of sessions of a process that was killed,
+from disk and computed again. All run a model of 246M random weights. The JSON is rewritten after every part.
 """
 
 import argparse
@@ -14,13 +14,19 @@ from pathlib import Path
 
 from benchmarks.kv_tier.chat import chat
 from benchmarks.kv_tier.idle import idle
+from benchmarks.kv_tier.restart import restart
 from benchmarks.kv_tier.resume import resume
 from benchmarks.kv_tier.settings import Settings
 from benchmarks.report import Report, check_that_no_part_is_lost
 from benchmarks.workers import parts_reader, run_parts
 from jaxinfer.compiled import cache_folder
 
-PARTS: dict[str, Callable[[Report, Settings], None]] = {"resume": resume, "chat": chat, "idle": idle}
+PARTS: dict[str, Callable[[Report, Settings], None]] = {
+    "resume": resume,
+    "chat": chat,
+    "idle": idle,
+    "restart": restart,
+}
 read_parts = parts_reader(PARTS)
 
 

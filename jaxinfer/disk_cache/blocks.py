@@ -100,8 +100,8 @@ class BlockFolder:
             log.warning("%s was open to other users: the %d blocks in it are deleted.", self.folder, len(blocks))
         for file in temporaries + (blocks if distrusted else []):  # temporary ones are of writers that were killed
             file.unlink()
-        found = [(file.lstat(), file.name) for file in blocks if not distrusted]
-        for status, name in sorted(found, key=lambda file: file[0].st_mtime):
+        trusted = [(file.lstat(), file.name) for file in blocks if not distrusted]
+        for status, name in sorted(trusted, key=lambda file: file[0].st_mtime):
             self._sizes[bytes.fromhex(name)] = status.st_size
             self._bytes += status.st_size
         if self.max_bytes > (free := shutil.disk_usage(self.folder).free + self._bytes):
@@ -173,6 +173,13 @@ class BlockFolder:
         with self._changing:
             while self._sizes:
                 self._delete(*self._sizes.popitem())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless its records and its files fit together. Nothing may be written meanwhile."""
+        blocks, temporaries = _files_of(self.folder)
+        assert {bytes.fromhex(file.name): file.lstat().st_size for file in blocks} == self._sizes
+        assert sum(self._sizes.values()) == self._bytes <= self.max_bytes
+        assert not temporaries
 
     def _make_room(self, size: int) -> None:
         while self._sizes and self._bytes + size > self.max_bytes:

@@ -188,7 +188,7 @@ class KeptFiles:
 
 
 def _verified(data: bytes | None) -> bytes | None:
-    """Return the content after the checksum; None if it is damaged."""
+    """The content after the checksum; None if it is damaged."""
     size = _DIGEST().digest_size
     if data is None or _DIGEST(memoryview(data)[size:]).digest() != data[:size]:
         return None

@@ -17,7 +17,26 @@ def test_the_model_is_what_the_figures_say():
 
 def test_parts_are_known_by_name():
     assert read_parts("chat,idle") == ["chat", "idle"]
-    assert list(PARTS) == ["resume", "chat", "idle"]
+    assert list(PARTS) == ["resume", "chat", "idle", "restart"]
+
+
+@pytest.mark.slow
+def test_sessions_go_on_after_a_kill(tmp_path):
+    from benchmarks.kv_tier.restart import restart
+
+    found = {}
+
+    class Checks:
+        def row(self, **fields):
+            assert fields["stored"] == 2 * 8  # pages of 16 tokens that two sessions of 128 fill
+            assert fields["read_back_bytes"] > 0
+
+        def check(self, name, value, *_, invalid, **__):
+            found[name] = value, invalid
+
+    restart(Checks(), Settings(quick=True, folder=tmp_path))
+    assert found["restart_tokens_equal"] == (1, "")
+    assert found["resume_after_restart_gain"][1] == ""
 
 
 @pytest.mark.slow

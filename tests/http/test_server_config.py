@@ -35,6 +35,8 @@ adapters = { capitals = "adapters/capitals" }
 adapter_folders = ["adapters"]
 mesh = { tensor = 2 }
 layer_files = "layers"
+disk_kv = "kv"
+disk_kv_limit = "1GiB"
 weights = "disk"
 host_memory = "1GiB"
 max_batch = 4
@@ -69,6 +71,8 @@ def test_a_file(tmp_path):
                     "adapters": {"capitals": tmp_path / "adapters/capitals"},
                     "mesh": MeshConfig(tensor=2),
                     "layer_files": tmp_path / "layers",
+                    "disk_kv": tmp_path / "kv",
+                    "disk_kv_limit": "1GiB",
                     "weights": "disk",
                     "host_memory": "1GiB",
                     "max_batch": 4,

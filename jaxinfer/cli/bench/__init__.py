@@ -14,6 +14,7 @@ from jaxinfer.cli.bench.options import (
     PromptTokensOption,
     RequestsOption,
     SeedOption,
+    SpreadOption,
     check_context,
     check_length,
     check_prompts_file,
@@ -120,9 +121,7 @@ def throughput(
     requests: RequestsOption = None,
     prompt_tokens: PromptTokensOption = None,
     output_tokens: OutputTokensOption = 64,
-    spread: Annotated[
-        float, typer.Option(help="Draw lengths uniformly from 1 - spread to 1 + spread times the mean.")
-    ] = 0.5,
+    spread: SpreadOption = 0.5,
     prompts_file: PromptsFileOption = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of sequences in a batch.")] = 64,
     warmup: Annotated[int, typer.Option(min=1, help="Number of unmeasured runs of the same lengths before.")] = 1,

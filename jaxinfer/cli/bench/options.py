@@ -23,6 +23,9 @@ PromptTokensOption = Annotated[
     ),
 ]
 OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per request; end-of-text is ignored.")]
+SpreadOption = Annotated[
+    float, typer.Option(help="Draw lengths uniformly from 1 - spread to 1 + spread times the mean.")
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of prompts and lengths.")]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write metrics, settings and the machine as JSON to this file.")

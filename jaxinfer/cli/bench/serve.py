@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.bench.files import check_files, write_file
-from jaxinfer.cli.bench.options import PROMPT_TOKENS, REQUESTS, PlotOption, SeedOption, check_spread
+from jaxinfer.cli.bench.options import PROMPT_TOKENS, REQUESTS, PlotOption, SeedOption, SpreadOption, check_spread
 from jaxinfer.cli.common import api_key, is_url, note, server_of
 from jaxinfer.cli.display import figure, show, table
 from jaxinfer.progress import long_work
@@ -42,9 +42,7 @@ def serve(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean number of random words per prompt.")] = PROMPT_TOKENS,
     output_tokens: Annotated[int, typer.Option(min=1, help="Mean number of tokens to generate.")] = 64,
-    spread: Annotated[
-        float, typer.Option(help="Draw lengths uniformly from 1 - spread to 1 + spread times the mean.")
-    ] = 0.0,
+    spread: SpreadOption = 0.0,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Milliseconds to the first token within which a request is good.")
     ] = None,

@@ -174,7 +174,7 @@ def _decoder_lanes(
 def _page_identity(
     model: LoadedModel, config: EngineConfig, adapters: AdapterCache | None
 ) -> Callable[[Hashable], bytes]:
-    """Return a function that hashes all that a page depends on beside tokens; it takes a root of the tree of pages."""
+    """Make a function that hashes all that pages depend on in addition to tokens; it takes a root of their tree."""
     try:
         code = keys.code_key()
     except keys.NoKeyError:  # it has changed since the process started: other processes cannot know what runs here

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -50,6 +50,7 @@ class DiskPages(PageTier):
         self._room = MAX_WRITES * buckets.moves[-1]
         self._worker = DaemonThreads(1, "jaxinfer-disk-pages")
         self._writing: set[bytes] = set()  # pages that wait to be written
+        self._writes: deque[tuple[InterruptibleFuture[None], int]] = deque()  # and the sizes of their blocks
         self._stored = 0  # which the worker counts
         self._stats = TierStats(num_pages=blocks.max_bytes // self._page_bytes, page_bytes=self._page_bytes)
 
@@ -64,25 +65,24 @@ class DiskPages(PageTier):
 
     @property
     def has_room(self) -> bool:
-        return len(self._writing) < self._room and self.blocks.can_write
+        while self._writes and self._writes[0][0].done():
+            self._writes.popleft()
+        return sum(size for _, size in self._writes) < self._room and self.blocks.can_write
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[PageBlock]) -> None:
-        new = []
-        for key, block, at in places_of(keys, blocks):
-            if self.wants(key):
-                self._writing.add(key)
-                new.append((key, block, at))
-        if new:
-            self._worker.submit(self._write, new)
+        new = [page for page in places_of(keys, blocks) if page[0] not in self]
+        if new and self.has_room:
+            self._writing.update(key for key, *_ in new)
+            self._writes.append((self._worker.submit(self._write, new), sum(block.kv.shape[1] for block in blocks)))
 
     def _write(self, pages: Sequence[tuple[bytes, PageBlock, int]]) -> None:
         """Write pages of blocks; in the worker."""
-        for key, block, at in pages:
-            try:
+        try:
+            for key, block, at in pages:
                 parts = [np.ascontiguousarray(x[:, at]).reshape(-1) for x in arrays_of(block)]
                 self._stored += self.blocks.put(key, *parts)
-            finally:
-                self._writing.discard(key)
+        finally:
+            self._writing.difference_update(key for key, *_ in pages)
 
     def get(self, keys: Sequence[bytes], base: Load | None = None) -> Load:
         """Begin to read pages. base: a load of the same pages, of which it has some already; None: there is none."""
@@ -129,10 +129,14 @@ class DiskPages(PageTier):
     def settle(self) -> None:
         self._settled().result()
 
+    def check_integrity(self) -> None:
+        assert not self._writing
+        self.blocks.check_integrity()
+
     def close(self) -> None:
         self._settled().wait(CLOSE_SECONDS)
         self.blocks.close()
 
     def _settled(self) -> InterruptibleFuture[None]:
-        """Ends once everything so far is written."""
+        """A future that ends once everything so far is written."""
         return self._worker.submit(lambda: None)

@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def page_tier(self) -> PageTier | None:
-        """What keeps pages of the prefix cache that the devices forget; None: nothing."""
+        """The tier that keeps pages of the prefix cache which the devices forget; None: there is none."""
         return self._restoring[0].tier if self._restoring else None
 
     @property

@@ -71,6 +71,10 @@ class HostAndDisk(PageTier):
         self.host.settle()
         self.disk.settle()
 
+    def check_integrity(self) -> None:
+        self.host.check_integrity()
+        self.disk.check_integrity()
+
     def close(self) -> None:
         self.host.close()
         self.disk.close()

@@ -51,7 +51,7 @@ class TierStats:
         return self.read_back * self.page_bytes
 
     def admitted(self, pages: int, waited: float) -> "TierStats":
-        """The same after another completion got so many pages, for which it waited so many seconds."""
+        """Add a completion that got so many pages, for which it waited so many seconds; returns the sum."""
         return dataclasses.replace(
             self, read_back=self.read_back + pages, hits=self.hits + 1, waited=self.waited + waited
         )
@@ -148,6 +148,10 @@ class PageTier(Protocol):
 
     def settle(self) -> None:
         """Wait until everything is written."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless its records fit together; everything is settled."""
         ...
 
     def close(self) -> None:

@@ -150,17 +150,23 @@ def test_an_interrupt(ways, way, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("way", [*WAYS, "lanes in stages", "bfloat16"])
-def test_pages_come_back_from_the_host(ways, way):
-    """With few pages on the devices, of which each keeps its own part on the host."""
-    options = (WAYS | RARE_WAYS)[way] | {"cache_bytes": 9 * ways[way].memory.page_bytes, "host_kv": 1 << 20}
-    with few_programs():
-        llm = ways.make(**options)
-    for feature in (more_or_fewer_than_slots, long_prompts, options_of_sampling, adapters, beams):
-        for _ in range(2):
-            assert feature(llm) == ways.expected(way, feature)
-    llm.engine.scheduler.check_integrity()
-    stats = llm.stats()
-    assert stats.host_kv.hits > 3
-    assert stats.host_kv.read_back > 10
-    assert stats.compile_misses == 0
+def test_pages_come_back(ways, way, tier, tmp_path):
+    """With few pages on the devices, of which each keeps its own part; from disk also to another engine."""
+    tiers = {"host": {"host_kv": 1 << 20}, "disk": {"disk_kv": tmp_path / "kv", "disk_kv_limit": 1 << 20}}
+    options = (WAYS | RARE_WAYS)[way] | {"cache_bytes": 9 * ways[way].memory.page_bytes, **tiers[tier]}
+    for times in (2, 1) if tier == "disk" else (2,):
+        with few_programs():
+            llm = ways.make(**options)
+        for feature in (more_or_fewer_than_slots, long_prompts, options_of_sampling, adapters, beams):
+            for _ in range(times):
+                assert feature(llm) == ways.expected(way, feature)
+        llm.engine.scheduler.check_integrity()
+        stats = llm.stats()
+        kept = getattr(stats, f"{tier}_kv")
+        assert kept.hits > 3
+        assert kept.read_back > 10
+        assert stats.compile_misses == 0
+        llm.close()
+    assert tier == "host" or kept.stored < kept.pages  # the first engine had written most

@@ -1,16 +1,22 @@
 """Pages of the prefix cache that host memory and disk keep: what was computed once is not computed again."""
 
 import dataclasses
+import signal
+import subprocess
+import sys
 import threading
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from jaxinfer import AsyncLLM, Embedder, FinishReason, SamplingParams
+from jaxinfer import LLM, AsyncLLM, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages
 from jaxinfer.generation.engine.restoring import RETRY, TRIES, WRITE_PAGE
 from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.execution import memory
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.serving.budget import BudgetError, host_budget
 from tests.generation.conftest import PAGE_BYTES
@@ -18,6 +24,7 @@ from tests.generation.few_programs import few_programs
 from tests.generation.sampled import fail_one_launch
 from tests.generation.ways import with_costs
 from tests.models import goldens
+from tests.peft import random_pair, save_adapter
 
 PAGES = 14  # of the devices; a request takes up to 8
 PAGE = PAGE_BYTES // 2
@@ -30,8 +37,11 @@ PROMPTS = [np.random.default_rng(seed).integers(0, 250, 40).tolist() for seed in
 
 
 def make(model_dir, costs=None, **options):
-    """An engine whose record of costs is fixed; by default it knows none, and so restores all that it can."""
-    with few_programs():
+    """An engine whose record of costs is fixed; by default it knows none, and so restores all that it can.
+
+    No program is compiled to learn how much memory it needs.
+    """
+    with few_programs(), mock.patch.object(memory, "workspace_bytes", mock.Mock(return_value=0)):
         return with_costs(costs or Costs.fixed({}), model_dir, cache_bytes=PAGES * PAGE, **SIZES, **options)
 
 
@@ -209,7 +219,21 @@ def test_pages_come_back_if_that_is_faster(llm, expected, monkeypatch, read, wri
     assert work.hits == 1
 
 
-def test_the_next_process_goes_on(hosted, model_dir, tmp_path):
+def stored_by_drain(llm, prompt):
+    """The pages that are stored once a turn has ended: while requests wait, and later."""
+    (sequence,) = llm.engine.prepare(prompt, GREEDY).sequences()
+    llm.engine.add([sequence])
+    while not sequence.finished:
+        llm.engine.step()
+    stored = [llm.stats().disk_kv.stored]
+    for is_wanted in (True, False):
+        llm.engine.drain(lambda is_wanted=is_wanted: is_wanted)
+        llm.engine.page_tier.settle()
+        stored.append(llm.stats().disk_kv.stored)
+    return np.diff(stored).tolist()
+
+
+def test_the_next_process_goes_on(hosted, model_dir, tmp_path, monkeypatch, caplog):
     """Here it is another engine. Pages of ended turns are on disk at once, though nothing took their place."""
     folder = tmp_path / "kv"
     with make_on_disk(model_dir, folder) as first:
@@ -218,6 +242,12 @@ def test_the_next_process_goes_on(hosted, model_dir, tmp_path):
         first.engine.page_tier.settle()
         assert first.stats().disk_kv.stored == len(list(folder.glob("[0-9a-f]*"))) == 2 * 6
         assert tokens(first, [PROMPTS[0]]) == wanted[0]  # from the devices
+        with monkeypatch.context() as patch:
+            patch.setattr(first.engine.executor, "read_pages", None)  # raises TypeError
+            other = tokens(first, [PROMPTS[2]])
+        assert "Pages of the KV cache could not be saved" in caplog.text
+        assert tokens(first, [PROMPTS[2]]) == other
+        assert stored_by_drain(first, PROMPTS[3]) == [0, 6]
     with make_on_disk(model_dir, folder, host_kv=100 * PAGE) as later:
         work = Work(later)
         assert [tokens(later, [prompt]) for prompt in PROMPTS[:2]] == wanted
@@ -293,12 +323,86 @@ def test_an_encoder_has_no_pages(tmp_path):
 
 
 @pytest.mark.slow
-def test_int8_pages_come_back_with_their_scales(model_dir):
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_int8_pages_come_back_with_their_scales(model_dir, tmp_path, tier):
     size = {"kv_dtype": "int8", "cache_bytes": PAGES * 600}
+    options = {"host": {"host_kv": 1 << 20}, "disk": {"disk_kv": tmp_path / "kv", "disk_kv_limit": 1 << 20}}
     with few_programs():
         plain = with_costs(Costs.fixed({}), model_dir, **SIZES | size)
-        llm = with_costs(Costs.fixed({}), model_dir, host_kv=1 << 20, **SIZES | size)
+        llm = with_costs(Costs.fixed({}), model_dir, **SIZES | size | options[tier])
     wanted = [tokens(plain, [prompt]) for prompt in PROMPTS]
     for _ in range(2):
         assert [tokens(llm, [prompt]) for prompt in PROMPTS] == wanted
-    assert llm.stats().host_kv.read_back == 4 * len(PROMPTS)
+    assert getattr(llm.stats(), f"{tier}_kv").read_back == 4 * len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_sleep_keeps_the_disk(model_dir, expected, tmp_path):
+    with few_programs():
+        options = {"disk_kv": tmp_path / "kv", "disk_kv_limit": LIMIT}
+        llm = AsyncLLM(model_dir, cache_bytes=PAGES * PAGE, **options, **SIZES)
+    with llm:
+        for level, cached in ((None, 0), (1, 32), (2, 64)):
+            if level is not None:
+                llm.sleep(level=level)
+                llm.wake_up()
+            assert llm.submit(PROMPTS[0], GREEDY).result(60).outputs[0].token_ids == expected[10][0][0]
+            assert llm.stats().cached_tokens == cached
+
+
+@pytest.mark.slow
+def test_another_adapter_of_the_same_name_has_other_pages(model_dir, tmp_path):
+    rng = np.random.default_rng(0)
+    shape = LLM(model_dir).model.transformer.embed, 8
+    folders = [
+        save_adapter(tmp_path / name, {"model.layers.0.self_attn.v_proj": random_pair(shape[1] * 2, shape[0], 3, rng)})
+        for name in ("one", "two")
+    ]
+    with_adapter = dataclasses.replace(GREEDY, adapter="a")
+
+    def run(folder, **options):
+        with make(model_dir, adapters={"a": folder}, **options) as llm:
+            return tokens(llm, [PROMPTS[0]], with_adapter), llm.stats().disk_kv
+
+    (first, _), (second, _) = map(run, folders)
+    assert first != second
+    disk = {"disk_kv": tmp_path / "kv", "disk_kv_limit": LIMIT}
+    for folder, wanted, read_back in ((0, first, 0), (1, second, 0), (0, first, 4)):
+        found, kept = run(folders[folder], **disk)
+        assert (found, kept.read_back) == (wanted, read_back)
+
+
+SERVER = """
+import sys
+from jaxinfer import LLM, AsyncLLM, SamplingParams
+from tests.generation.api.test_kv_tiers import GREEDY, LIMIT, PAGE, PAGES, PROMPTS, SIZES
+llm = AsyncLLM(sys.argv[1], cache_bytes=PAGES * PAGE, disk_kv=sys.argv[2], disk_kv_limit=LIMIT, **SIZES)
+for prompt in PROMPTS[:2]:
+    llm.submit(prompt, GREEDY).result(600)
+print("ended", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [False, True])
+def test_sessions_of_a_killed_process_go_on(model_dir, expected, tmp_path, damaged, caplog):
+    """Their turns ended five seconds before."""
+    command = [sys.executable, "-c", SERVER, str(model_dir), str(tmp_path / "kv")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "ended\n"
+        time.sleep(5)
+        server.kill()
+    assert server.returncode == -signal.SIGKILL
+    if damaged:  # each in another place
+        for number, file in enumerate(sorted((tmp_path / "kv").glob("[0-9a-f]*"))):
+            data = bytearray(file.read_bytes())
+            data[number * len(data) // 12] ^= 1
+            file.write_bytes(data)
+    llm = make_on_disk(model_dir, tmp_path / "kv")
+    for _ in range(2):
+        assert [tokens(llm, [prompt]) for prompt in PROMPTS[:2]] == expected[10][:2]
+        llm.engine.scheduler.pages.clear()
+    assert llm.stats().disk_kv.read_back == (2 if damaged else 16)
+    named = [record for record in caplog.records if "is not used, and deleted: it is damaged" in record.message]
+    assert len(named) == (4 if damaged else 0)  # the first of each prompt, which is written anew; then the second

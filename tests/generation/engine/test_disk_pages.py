@@ -5,6 +5,7 @@ import pytest
 
 from jaxinfer.compiled import Costs
 from jaxinfer.disk_cache.blocks import KEY_BYTES, BlockFolder
+from jaxinfer.futures import InterruptibleFuture
 from jaxinfer.generation.engine.disk_pages import READ_PAGE_FROM_DISK, DiskPages
 from jaxinfer.generation.engine.host_and_disk import HostAndDisk
 from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages
@@ -81,13 +82,17 @@ def test_a_load_ends_at_the_first_page_that_is_damaged(disk, blocks):
 
 
 def test_pages_that_come_too_fast_are_left_out(disk, monkeypatch):
-    monkeypatch.setattr(disk._worker, "submit", lambda *_: None)  # a disk that has stopped
-    many = [bytes([number, 9]) * (KEY_BYTES // 2) for number in range(ROOM + 3)]
-    disk.put(many, [empty_block(PAGE, len(many))])
+    monkeypatch.setattr(disk._worker, "submit", lambda *_: InterruptibleFuture(list))  # a disk that has stopped
+    for number in range(7):
+        put(disk, number)  # in blocks of two pages
+    assert disk.has_room
+    disk.put(KEYS[7:], [empty_block(PAGE, ROOM)])
     assert not disk.has_room
-    assert [key in disk for key in many] == [True] * ROOM + [False] * 3
-    assert disk.wants_early(many[-1])
-    assert not disk.wants(many[-1])
+    late = bytes(KEY_BYTES - 1) + b"?"
+    disk.put([late], [empty_block(PAGE, 2)])
+    assert [key in disk for key in [*KEYS, late]] == [True] * 9 + [False]
+    assert disk.wants_early(late)
+    assert not disk.wants(late)
 
 
 def test_pages_come_from_the_host_if_it_has_them(both):

@@ -1,6 +1,7 @@
 """Random requests that come, wait, give way and are given up: each ends once, with the text it has alone."""
 
 import dataclasses
+import errno
 import itertools
 import time
 
@@ -17,6 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxinfer.disk_cache import blocks
+from jaxinfer.disk_cache.blocks import BlockFolder
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.execution.plan import Plan
 from jaxinfer.generation.outputs import FinishReason
@@ -27,6 +30,8 @@ from tests.generation.conftest import SMALL_CONFIG as SIXTEEN
 from tests.generation.conftest import SMALL_PAGES
 
 MAX_STEPS = 2000
+MAX_BYTES = 20_000
+"""Of a disk tier: about a dozen pages."""
 
 
 class Alone:
@@ -174,18 +179,19 @@ SMALL_CONFIG = dataclasses.replace(SIXTEEN, token_budget=32, chunk_size=8)  # ch
 
 
 @pytest.fixture(scope="module")
-def engines(model_dir):
+def engines(model_dir, tmp_path_factory, full_disk):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
     model, tokenizer = load_model(model_dir), Tokenizer.from_folder(model_dir)
     speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3, token_budget=8)
 
-    def pair(config, host_pages=0):
+    def pair(config, host_pages=0, disk_kv=None):
         made = {
             overlap: build_engine(
                 model,
                 tokenizer,
                 dataclasses.replace(config, overlap=overlap),
-                Plan.of_model(model, config, num_pages=SMALL_PAGES, host_pages=host_pages),
+                Plan.of_model(model, config, num_pages=SMALL_PAGES, host_pages=host_pages, disk_kv=disk_kv is not None),
+                disk_kv=disk_kv,
             )
             for overlap in (True, False)
         }
@@ -195,7 +201,43 @@ def engines(model_dir):
     hosted = pair(SMALL_CONFIG, host_pages=12)
     for engine in hosted.values():
         engine.page_tier._read = slow_and_failing(engine.page_tier._read)
-    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative), "host": hosted}
+    disks = {name: BadDisk(tmp_path_factory.mktemp(name) / "kv", max_bytes=MAX_BYTES) for name in ("disk", "both")}
+    return {
+        "plain": pair(SMALL_CONFIG),
+        "speculative": pair(speculative),
+        "host": hosted,
+        "disk": pair(SMALL_CONFIG, disk_kv=disks["disk"]),
+        "both": pair(SMALL_CONFIG, host_pages=6, disk_kv=disks["both"]),
+    }
+
+
+class BadDisk(BlockFolder):
+    """A folder of few blocks, of which every fifth is damaged when it is read; it is slow every other time."""
+
+    calls = itertools.count()
+
+    def get(self, key, *, size):
+        number, file = next(self.calls), self._file(key)
+        time.sleep(0.002 * (number % 2))
+        if number % 5 == 4 and file.exists():
+            file.write_bytes(file.read_bytes()[:-1])
+        return super().get(key, size=size)
+
+
+@pytest.fixture(scope="module")
+def full_disk():
+    """A disk that is full every seventh time, for a short while."""
+    write, calls = blocks.write_atomically, itertools.count()
+
+    def write_sometimes(*args, **options):
+        if next(calls) % 7 == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "write_atomically", write_sometimes)
+        patch.setattr(blocks, "PAUSE", 0.01)
+        yield
 
 
 def slow_and_failing(read):
@@ -239,19 +281,22 @@ def run(engines, alone, *, examples, steps, derandomize):
     run_state_machine_as_test(lambda: Machine(engines, alone), settings=options)
     assert all(after > earlier for after, earlier in zip(preemptions(), before, strict=True))
     for engine in engines.values():
-        if engine.page_tier is not None:
-            engine.page_tier.check_integrity()
-            assert engine.stats().host_kv.read_back > 0
+        if (tier := engine.page_tier) is not None:
+            tier.settle()
+            tier.check_integrity()
+            kept = engine.stats().host_kv, engine.stats().disk_kv
+            assert all(stats is None or stats.read_back > 0 for stats in kept)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("speculative", "host"))]
-)
+NAMES = ["plain", "speculative", "host", "disk", "both"]
+
+
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_random_requests(engines, alone, name):
     run(engines[name], alone, examples=6, steps=25, derandomize=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "speculative", "host"])
+@pytest.mark.parametrize("name", NAMES)
 def test_many_random_requests(engines, alone, name):
     run(engines[name], alone, examples=60, steps=50, derandomize=False)
