@@ -14,6 +14,7 @@ from benchmarks.serving_models.settings import Settings
 from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.checkpoints.host_memory import aligned_buffer
 from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, read_cached
+from jaxinfer.generation.execution.whole_weights import PARTS
 from jaxinfer.http.served_models import ServedModel, ServedModels
 from jaxinfer.serving.budget import host_budget
 from jaxinfer.streaming.layer_folders import layer_folder
@@ -63,26 +64,26 @@ class Switching:
         return sum(model.llm.stats().compile_misses for model in self.served)
 
 
-def file_of(model: ServedModel) -> Path:
-    """The file that a model's weights come from."""
-    (file,) = layer_folder(model.llm.model, whole=True).glob("layer-*.bin")
-    return file
+def files_of(model: ServedModel) -> list[Path]:
+    """The files that a model's weights come from."""
+    return sorted(layer_folder(model.llm.model, whole=True, parts=PARTS).glob("layer-*.bin"))
 
 
-def read_seconds(file: Path) -> float:
-    """The seconds to read a file into new memory, by as many threads as the engine has."""
-    size, start = file.stat().st_size, time.perf_counter()
-    buffer = aligned_buffer(size).data
-    offsets = iter(range(0, size, BLOCK_BYTES))
+def read_seconds(files: list[Path]) -> float:
+    """The seconds to read files into new memory, by as many threads as the engine has."""
+    sizes, start = [file.stat().st_size for file in files], time.perf_counter()
+    buffers = [aligned_buffer(size).data for size in sizes]
+    blocks = iter([(i, offset) for i, size in enumerate(sizes) for offset in range(0, size, BLOCK_BYTES)])
     lock = threading.Lock()
 
     def read() -> None:
         while True:
             with lock:
-                offset = next(offsets, None)
-            if offset is None:
+                index, offset = next(blocks, (None, 0))
+            if index is None:
                 return
-            read_cached(file, offset, buffer[offset : min(offset + BLOCK_BYTES, size)])
+            end = min(offset + BLOCK_BYTES, sizes[index])
+            read_cached(files[index], offset, buffers[index][offset:end])
 
     threads = [threading.Thread(target=read) for _ in range(READERS)]
     for thread in threads:
@@ -92,22 +93,23 @@ def read_seconds(file: Path) -> float:
     return time.perf_counter() - start
 
 
-def forget(file: Path) -> None:
-    """Have the system drop a file from its page cache."""
-    handle = os.open(file, os.O_RDONLY)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
+def forget(files: list[Path]) -> None:
+    """Have the system drop files from its page cache."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
 
 
 def times_of(switching: Switching, index: int, tier: str) -> tuple[float, float]:
-    """The seconds of a switch and of reading its file, each from this tier; they take turns in being first."""
+    """The seconds of a switch and of reading its files, each from this tier; they take turns in being first."""
     model = switching.served[index % 3]
-    file = file_of(model)
+    files = files_of(model)
     prepare = forget if tier == "disk" else read_seconds
     times = {}
     for side in ("ours", "alone") if index % 2 else ("alone", "ours"):
-        prepare(file)
-        times[side] = switching.ask(model) if side == "ours" else read_seconds(file)
+        prepare(files)
+        times[side] = switching.ask(model) if side == "ours" else read_seconds(files)
     return times["ours"], times["alone"]
 
 
@@ -117,7 +119,7 @@ def switch(report: Report, settings: Settings) -> None:
         models = settings.models(configs) if not settings.serving.quick else {}
         switching = Switching(models or _demo(settings))
         before = switching.compiles
-        size = file_of(switching.served[0]).stat().st_size
+        size = sum(file.stat().st_size for file in files_of(switching.served[0]))
         for tier in ("page cache", "disk"):
             times = [times_of(switching, index, tier) for index in range(3 if settings.serving.quick else ROUNDS)]
             compiles = switching.compiles - before

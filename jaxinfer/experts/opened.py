@@ -35,6 +35,7 @@ from jaxinfer.progress import ProgressOption, current_progress, long_work, showi
 from jaxinfer.serving.budget import (
     Budget,
     BudgetError,
+    Lender,
     Offer,
     Reservation,
     budget_of,
@@ -382,22 +383,27 @@ def _reserve(
     for place in set(places):
         for device in place.devices:
             devices[budget_of(device)][place.name] += 1
-    offers: dict[tuple[Budget, str], Callable[[], Offer]] = {
-        (budget, "experts"): functools.partial(_offer, managers, counts) for budget, counts in devices.items()
+    lenders: dict[tuple[Budget, str], Lender] = {
+        (budget, "experts"): Lender(functools.partial(_offer, managers, counts), _give)
+        for budget, counts in devices.items()
     }
     if config.policy.host_cache:
         copies = len(places[0].devices)
         sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts * copies)
-        offers[host_budget(), "host cache"] = functools.partial(_offer_of_host, managers, copies)
+        lenders[host_budget(), "host cache"] = Lender(functools.partial(_offer_of_host, managers, copies), _give)
     sizes[host_budget(), "inputs that wait"] = inputs
     remedy = (
         "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_waiting"
     )
     try:
-        reservation.resize(sizes, offers=offers, unused=True, remedy=remedy)
+        reservation.resize(sizes, lenders=lenders, unused=True, remedy=remedy)
     except BudgetError as error:
         raise ConfigError(str(error)) from error
     return reservation
+
+
+def _give(size: int) -> None:
+    """Give nothing yet."""
 
 
 def _offer(managers: Sequence[ExpertManager], devices: Mapping[str, int]) -> Offer:

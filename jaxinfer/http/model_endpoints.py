@@ -61,8 +61,8 @@ class ModelEndpoints:
     async def sleep(self, request: Request) -> Response:
         """`POST /sleep?model=NAME&level=1`."""
         model, level = self._asked(request), request.query_params.get("level", "1")
-        if level not in ("1", "2"):
-            raise BadRequestError(f"level must be 1 or 2, got {shown(level)}.", param="level")
+        if level not in ("0", "1", "2"):
+            raise BadRequestError(f"level must be 0, 1 or 2, got {shown(level)}.", param="level")
         await self._models.change(functools.partial(_sleep, model, int(level)))
         return json_response(_residence(model))
 

@@ -3,16 +3,15 @@
 import functools
 import logging
 import math
+import operator
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.serving import NotLoadedError, ServingError
-from jaxinfer.serving.budget import host_budget
 
 if TYPE_CHECKING:
     from jaxinfer.generation.api.async_llm import AsyncLLM
@@ -34,9 +33,10 @@ END_SECONDS = 10.0
 class Residency:
     """Wakes models that have requests, in the order in which these came, and has others sleep for them.
 
-    The models that make room are those whose next use costs least: the seconds to wake one up, times its requests a
-    second, for each byte. Models with requests make room only if those without do not suffice. Requests that come
-    meanwhile wait for their next turn. Running ones may end, but not for ever: they are interrupted, and go on at their
+    Models that sleep lend what they have. What is lacking is taken where the next use costs least: the seconds to have
+    a byte again, times the model's requests a second. So a model may lose its KV cache and a part of its weights only.
+    Models with requests make room only if those without do not suffice. Requests that come meanwhile wait for their
+    next turn. Running ones may end, but not for ever: they are interrupted, and go on at their
     model's next turn, when another's request has waited for `preempt_after` seconds. A turn lasts at least as long as
     its model took to wake up, and twice as long as the last if requests were interrupted then, up to `LONGEST_TURN`. So
     a request is interrupted a few times at most, however many models wait.
@@ -66,6 +66,7 @@ class Residency:
         """Wake a model whenever it has requests. Called once it is loaded, again without effect."""
         if (llm := model.loaded) is not None:
             llm.on_waiting(self._notify)
+            llm.lend(next_use=model.use.expected, pinned=model.pinned)
         self._start()
         self._notify()
 
@@ -154,6 +155,9 @@ class Residency:
     def wake_up(self, model: "ServedModel", *, unless: Callable[[], bool] = lambda: False) -> None:
         """Wake a model, and have others sleep for it. Call it by `run`.
 
+        Models without requests all sleep, which costs nothing: then the ledger takes what is lacking where that costs
+        least. Those that have lost nothing wake up again.
+
         unless: once it returns true, while other models end their requests, nothing more is done.
 
         Raises NotLoadedError if there is no room beside pinned models; as `AsyncLLM.wake_up` does.
@@ -161,18 +165,22 @@ class Residency:
         llm, begun = model.llm, time.perf_counter()
         if not llm.is_sleeping:
             return
+        paused = list["ServedModel"]()
         try:
             for victim in self._victims(model):
                 since = llm.waiting_since
                 wait = functools.partial(self._patience, victim, begun if since is None else since)
                 if not self._make_room(victim, wait, unless):
                     return
+                paused.append(victim)
             begun = time.perf_counter()
             llm.wake_up()
             model.woken(begun)
             self.switches += 1
         finally:
-            free_spares()
+            for victim in paused:
+                if (other := victim.loaded) is not None and other.has_all_memory:
+                    other.wake_up()
 
     def _patience(self, victim: "ServedModel", since: float) -> float:
         """The seconds that running requests still have, while another has waited since then."""
@@ -180,27 +188,26 @@ class Residency:
             return math.inf
         return max(since + self._preempt_after, victim.woken_at + victim.turn_seconds) - time.perf_counter()
 
-    def _victims(self, model: "ServedModel") -> list["ServedModel"]:
-        """The models that sleep for another, in order. Raises NotLoadedError if all together are too small."""
-        lacking = model.llm.needed - model.llm.reserved
-        for budget in lacking:
-            lacking[budget] -= lacking[budget] if budget.free is None else budget.free
-        lacking = +lacking
-        now, victims = time.perf_counter(), []
-        for other in sorted(self._candidates(model), key=lambda each: _worth(each, now)):
-            if not lacking:
-                break
-            given = _loaded(other).reserved
-            if any(given[budget] for budget in lacking):
-                lacking -= given
-                victims.append(other)
-        if lacking:
-            (budget, missing), *_ = lacking.items()
+    def _victims(self, model: "ServedModel") -> Iterator["ServedModel"]:
+        """Yield the models that sleep for another, in order: those without requests, and others while room is lacking.
+
+        Raises NotLoadedError if all together are too small.
+        """
+        llm, now, candidates = model.llm, time.perf_counter(), self._candidates(model)
+        more = llm.needed - llm.reserved
+        if all(budget.free is None or size <= budget.free for budget, size in more.items()):
+            return
+        missing = functools.reduce(operator.sub, (_loaded(other).reserved for other in candidates), llm.lacking)
+        if missing:
+            (budget, size), *_ = missing.items()
             raise NotLoadedError(
-                f"the model {model.name!r} needs {missing:,} bytes of {budget.name} more than are free or can be freed."
+                f"the model {model.name!r} needs {size:,} bytes of {budget.name} more than are free or can be freed."
                 f"{budget.report}"
             )
-        return victims
+        for other in sorted(candidates, key=lambda each: _worth(each, now)):
+            if _loaded(other).num_requests and not llm.lacking:
+                break
+            yield other
 
     def _candidates(self, model: "ServedModel") -> list["ServedModel"]:
         return [
@@ -210,16 +217,14 @@ class Residency:
             and not other.pinned
             and (llm := other.loaded) is not None
             and llm.can_sleep
-            and llm.reserved
+            and not llm.is_sleeping
         ]
 
     def _make_room(self, victim: "ServedModel", wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
-        """Have a model sleep; return whether it does. wait, unless: as of `AsyncLLM.sleep`."""
-        llm, host = _loaded(victim), host_budget()
+        """Have a model sleep, which lends what it has; return whether it does. wait, unless: as of `AsyncLLM.sleep`."""
+        llm = _loaded(victim)
         llm.on_waiting(self._notify)
-        keeps = llm.model.platform != "cpu" and not llm.is_sleeping  # its weights, in the host's memory
-        fits = host.free is None or host.free > llm.model.bytes_per_device()
-        slept = llm.sleep(level=1 if keeps and fits else 2, wait=wait, unless=unless, hand_over=True)
+        slept = llm.sleep(level=0, wait=wait, unless=unless)
         victim.interruptions = victim.interruptions + 1 if llm.is_interrupted else 0
         return slept
 

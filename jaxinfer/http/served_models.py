@@ -33,7 +33,7 @@ class State(enum.Enum):
     UNLOADED = "unloaded"  # a request loads it
     LOADING = "loading"
     LOADED = "loaded"
-    SLEEPING = "sleeping"  # it has no memory of the devices; a request wakes it, unless it is held asleep
+    SLEEPING = "sleeping"  # others may take its memory; a request wakes it, unless it is held asleep
     FAILED = "failed"  # a request tries again, after `RETRY_SECONDS`
 
 
@@ -55,6 +55,11 @@ class Use:
     def per_second(self, now: float) -> float:
         """The requests a second, over about the last `USE_SECONDS`."""
         return self._decayed(now) / USE_SECONDS
+
+    def expected(self) -> float:
+        """The seconds between two requests, over about the last `USE_SECONDS`; infinity if there was none."""
+        rate = self.per_second(time.perf_counter())
+        return 1 / rate if rate else math.inf
 
     def _decayed(self, now: float) -> float:
         return self._count * math.exp((self.last - now) / USE_SECONDS)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 HOST = "the host"
 """The name of the host's memory, which CPU devices share."""
 
+_SOON = 1e-3
+"""Seconds that the next use is away at least, for costs."""
+
 MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
 """Defaults of the maximum number of waiting requests, and of the bytes of their inputs."""
 
@@ -32,15 +35,37 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 class Offer(NamedTuple):
-    """Memory that a tenant could give back.
+    """Memory that a tenant could give back now: without its floor, and what is pinned or in flight.
 
     Attributes:
       bytes: the number of bytes.
       seconds: seconds to restore their content.
+      next_use: seconds until their content is expected to be used; infinity: nobody knows.
     """
 
     bytes: int
     seconds: float
+    next_use: float = math.inf
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What taking a byte costs: seconds to restore it, over the time until then; among equals, those seconds."""
+        each = self.seconds / max(self.bytes, 1)
+        return each / max(self.next_use, _SOON), each
+
+
+class Lender(NamedTuple):
+    """How a tenant lends memory.
+
+    Attributes:
+      offer: returns what it could give now.
+      give: frees about so many bytes, at most what was offered, and shrinks the reservation by them. It frees nothing
+        if they are in use by now. Called without the ledger's lock, in the thread that asks; it must wait for nobody
+        who may be asking himself.
+    """
+
+    offer: Callable[[], Offer]
+    give: Callable[[int], None]
 
 
 class Holding(NamedTuple):
@@ -119,10 +144,18 @@ class Budget:
         for reservation, tenant, size in self._held():
             if reservation is not last:  # others may have the same name
                 table.add_row(reservation.owner)
-            last, (evictable, seconds) = reservation, reservation.holding(self, tenant, size).offer
-            cost = f"{seconds:.3g}" if evictable else ""
-            table.add_row(f"  {tenant}", *map(decimal, (size, size - evictable, evictable)), cost)
+            last, offer = reservation, reservation.holding(self, tenant, size).offer
+            cost = f"{offer.seconds:.3g}" if offer.bytes else ""
+            table.add_row(f"  {tenant}", *map(decimal, (size, size - offer.bytes, offer.bytes)), cost)
         return table
+
+    def offers(self, asker: "Reservation") -> Iterator[tuple["Reservation", Lender, Offer]]:
+        """What other owners would lend."""
+        for reservation in {held: None for held, _, _ in self._held()}:
+            if reservation is not asker:
+                for lender in reservation.lenders_of(self):
+                    if (offer := lender.offer()).bytes > 0:
+                        yield reservation, lender, offer
 
     def _held(self) -> Iterator[tuple["Reservation", str, int]]:
         for reference in self._reservations:
@@ -153,8 +186,8 @@ class Budget:
 
 Sizes = Mapping[tuple[Budget, str], int]
 """Bytes of memories by budget and tenant."""
-Offers = Mapping[tuple[Budget, str], Callable[[], Offer]]
-"""Functions that return the present offers, by budget and tenant."""
+Lenders = Mapping[tuple[Budget, str], Lender]
+"""How memory is lent, by budget and tenant."""
 
 
 class Reservation:
@@ -167,7 +200,7 @@ class Reservation:
     def __init__(self, owner: str):
         self.owner = owner
         self._sizes: Sizes = {}
-        self._offers: Offers = {}
+        self._lenders: Lenders = {}
         self._released = False
 
     @property
@@ -184,15 +217,18 @@ class Reservation:
         self,
         sizes: Sizes,
         *,
-        offers: Offers | None = None,
+        lenders: Lenders | None = None,
         unused: bool = False,
         remedy: str = "close one of those who have it, or ask for less",
     ) -> None:
         """Reserve these bytes in place of those before: of all memories or, if one has too little, of none.
 
+        Where too little is free, other owners lend: those first whose memory costs least (`Offer.cost`). If all of them
+        together offer too little, none gives anything.
+
         Args:
           sizes: bytes by budget and tenant; tenants with 0 bytes are left out.
-          offers: the offers of tenants whose memory is not pinned.
+          lenders: how tenants lend whose memory is not pinned.
           unused: whether new bytes are not in use yet, and so must be free in the system, too.
           remedy: advice for the error if the bytes do not fit.
 
@@ -208,22 +244,73 @@ class Reservation:
                 raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
         needed = {place: size for place, size in sizes.items() if size}
         available = {budget: budget.available if unused else None for budget, _ in needed}
-        with _lock:
-            if self._released:
-                raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
-            more = by_budget(needed)
-            more.subtract(by_budget(self.sizes))
-            lacking = [budget for budget in available if _lacks(more[budget], budget.free, available[budget])]
-            if not lacking:
-                for budget in available:
-                    budget._admit(self)
-                self._sizes, self._offers = needed, dict(offers or {})
-        if lacking:
-            raise BudgetError(self._refusal(lacking[0], needed, more[lacking[0]], remedy))
+        unwilling = set[Lender]()
+        while True:
+            with _lock:
+                lacking = self._lacking(needed, available)
+                if not lacking:
+                    for budget in available:
+                        budget._admit(self)
+                    self._sizes, self._lenders = needed, dict(lenders or {})
+                    return
+            if not self._borrow(lacking, available, unwilling):
+                break
+        budget = next(iter(lacking))
+        raise BudgetError(self._refusal(budget, needed, remedy))
 
-    def _refusal(self, budget: Budget, sizes: Sizes, more: int, remedy: str) -> str:
+    def _lacking(self, needed: Sizes, available: Mapping[Budget, int | None]) -> Counter[Budget]:
+        """The bytes that these sizes take beyond what is free. Raises ValueError after `release`.
+
+        available: the bytes of each budget that the system has free; None: they need not be.
+        """
+        if self._released:
+            raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
+        lacking = by_budget(needed)
+        lacking.subtract(by_budget(self.sizes))
+        for budget, more in lacking.items():
+            rooms = [room for room in (budget.free, available.get(budget)) if room is not None]
+            lacking[budget] = more - min(rooms, default=more) if more > 0 else 0
+        return +lacking
+
+    def _borrow(self, lacking: Counter[Budget], available: dict[Budget, int | None], unwilling: set[Lender]) -> bool:
+        """Have the cheapest lender give some of what is lacking; return False if all offer too little together.
+
+        Args:
+          available: as of `_lacking`; grows by what is given, which the system may not count as free yet.
+          unwilling: lenders that gave nothing although they had offered; is added to.
+        """
+        chosen: tuple[Reservation, Lender, int] | None = None
+        for budget, size in lacking.items():
+            offers = [each for each in budget.offers(self) if each[1] not in unwilling]
+            if sum(offer.bytes for _, _, offer in offers) < size:
+                return False
+            owner, lender, offer = min(offers, key=lambda each: each[2].cost)
+            chosen = owner, lender, min(size, offer.bytes)
+        assert chosen is not None, "something is lacking"
+        owner, lender, size = chosen
+        before = by_budget(owner.sizes)
+        lender.give(size)
+        given = before - by_budget(owner.sizes)
+        if not given:
+            unwilling.add(lender)
+        for budget, room in available.items():
+            available[budget] = None if room is None else room + given[budget]
+        return True
+
+    def lenders_of(self, budget: Budget) -> list[Lender]:
+        """How its tenants of a budget lend."""
+        return [each for (where, _), each in self._lenders.items() if where is budget]
+
+    def lacking(self, sizes: Sizes) -> Counter[Budget]:
+        """The bytes that `resize` would lack, beyond what is free and what others would lend."""
+        lacking = self._lacking(sizes, {})
+        for budget in lacking:
+            lacking[budget] -= sum(offer.bytes for _, _, offer in budget.offers(self))
+        return +lacking
+
+    def _refusal(self, budget: Budget, sizes: Sizes, remedy: str) -> str:
         parts = ", ".join(f"{tenant} {decimal(size)}" for (where, tenant), size in sizes.items() if where is budget)
-        rooms = []
+        more, rooms = by_budget(sizes)[budget] - by_budget(self.sizes)[budget], []
         if budget.free is not None:
             rooms.append(f"{decimal(budget.free)} are not reserved")
         if budget.available is not None:
@@ -236,11 +323,12 @@ class Reservation:
     def release(self) -> None:
         """Give all bytes back, for good; again it does nothing. Takes no lock, so that it may be called anywhere."""
         self._released = True
+        self._lenders = {}
 
     def holding(self, budget: Budget, tenant: str, size: int) -> Holding:
         """Its part of a budget for a tenant of this size, with its present offer."""
-        offer = self._offers.get((budget, tenant), lambda: Offer(0, 0.0))
-        return Holding(self.owner, tenant, size, offer())
+        lender = self._lenders.get((budget, tenant))
+        return Holding(self.owner, tenant, size, Offer(0, 0.0) if lender is None else lender.offer())
 
 
 def by_budget(sizes: Sizes) -> Counter[Budget]:
@@ -249,10 +337,6 @@ def by_budget(sizes: Sizes) -> Counter[Budget]:
     for (budget, _), size in sizes.items():
         total[budget] += size
     return total
-
-
-def _lacks(more: int, *rooms: int | None) -> bool:
-    return more > 0 and any(room is not None and more > room for room in rooms)
 
 
 def default_max_waiting(input_bytes: int) -> int:

@@ -40,6 +40,7 @@ def open_layer_files(
     base: pathlib.Path | None = None,
     *,
     whole: bool = False,
+    parts: int = 1,
     cached: bool = False,
     preadv: Callable[[int, list[Any], int], int] = os.preadv,
 ) -> LayerFiles:
@@ -52,16 +53,17 @@ def open_layer_files(
         cache folder.
       whole: whether one file has all leaves, in place of a file for each layer. It may be removed: models that run in
         hundreds would have as many folders open.
+      parts: with `whole`, the files that `divide_leaves` divides the leaves over.
       cached: see `LayerFiles`.
       preadv: see `LayerFiles`.
 
     Raises CheckpointError for files that are damaged, do not fit the model, or cannot be written.
     """
-    while (held := _hold(folder := write_layer_files(opened, base, whole=whole))) is None:
+    while (held := _hold(folder := write_layer_files(opened, base, whole=whole, parts=parts))) is None:
         pass  # it was removed meanwhile
     with held:
         files = LayerFiles(folder, preadv, cached=cached)
-        files.check(_parts(opened, whole))
+        files.check(_parts(opened, whole, parts))
         if not whole:
             weakref.finalize(files, held.pop_all().close)
     return files
@@ -72,18 +74,19 @@ def write_layer_files(
     base: pathlib.Path | None = None,
     *,
     whole: bool = False,
+    parts: int = 1,
 ) -> pathlib.Path:
     """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
-    folder, parts = layer_folder(opened, base, whole=whole), _parts(opened, whole)
+    folder, content = layer_folder(opened, base, whole=whole, parts=parts), _parts(opened, whole, parts)
     experts = [] if whole else experts_of(opened.config)
-    total_bytes = sum(shape.size * shape.dtype.itemsize for part in parts for shape in part.values())
+    total_bytes = sum(shape.size * shape.dtype.itemsize for part in content for shape in part.values())
     if folder.parent == _cached():
         _open_cache(folder, total_bytes)
     remove_unfinished(folder.parent)
     write_layers(
         folder,
-        len(parts) - len(experts),
-        lambda index: read_leaves(opened, parts[index]),
+        len(content) - len(experts),
+        lambda index: read_leaves(opened, content[index]),
         experts=experts,
         total_bytes=total_bytes,
         about=f"{opened.folder.resolve()}: {describe_format(opened)}",
@@ -91,12 +94,14 @@ def write_layer_files(
     return folder
 
 
-def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False) -> pathlib.Path:
+def layer_folder(
+    opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False, parts: int = 1
+) -> pathlib.Path:
     """The folder of a model's files in this format and division: another format has another folder.
 
-    base: as of `open_layer_files`.
+    base, whole, parts: as of `open_layer_files`.
     """
-    key = {
+    key: dict[str, Any] = {
         "revision": [FORMAT, REVISION],
         "files": {name: file.sha256 for name, file in opened.manifest.files.items()},
         "weights": str(opened.weights),
@@ -105,6 +110,8 @@ def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole
         "rules": str(opened.rules) if opened.mesh is not None else None,
         "whole": whole,
     }
+    if parts > 1:
+        key["parts"] = parts
     name = f"layers-{keys.digest(key)[:16]}"
     beside = (base or opened.folder).resolve() / name
     return beside if base is not None or beside.exists() else _cached() / name
@@ -173,18 +180,29 @@ def layer_leaves(opened: OpenedModel, layer: int, expert: int | None = None) -> 
     return dict(zip(names, opened.layer_shapes(layer, expert), strict=True))
 
 
-def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStruct]]:
+def divide_leaves(opened: OpenedModel, parts: int) -> list[list[str]]:
+    """Divide the names of a model's leaves, in their order, into at most so many parts of about equal bytes."""
+    shapes, groups, size = opened.shapes, list[list[str]](), 0
+    least = sum(leaf.bytes for leaf in shapes.values()) / parts
+    for name, leaf in shapes.items():
+        if not groups or size >= least:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += leaf.bytes
+    return groups
+
+
+def _parts(opened: OpenedModel, whole: bool, parts: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """The leaves of each file."""
     if not whole:
         layers = [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
         return layers + [layer_leaves(opened, layer, expert) for layer, expert in experts_of(opened.config)]
-    shapes = opened.shapes.items()
-    return [
-        {
-            name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=opened.sharding(leaf))
-            for name, leaf in shapes
-        }
-    ]
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=opened.sharding(leaf))
+        for name, leaf in opened.shapes.items()
+    }
+    return [{name: shapes[name] for name in names} for names in divide_leaves(opened, parts)]
 
 
 def describe_format(opened: OpenedModel) -> str:

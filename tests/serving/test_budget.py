@@ -9,7 +9,7 @@ from collections import Counter
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from rich.console import Console
@@ -18,6 +18,7 @@ from jaxinfer.serving.budget import (
     Budget,
     BudgetError,
     Holding,
+    Lender,
     Offer,
     Reservation,
     all_budgets,
@@ -38,6 +39,10 @@ def refused(call):
     except BudgetError as error:
         return str(error)
     raise AssertionError
+
+
+def give_nothing(size):
+    """Give nothing: what was offered is in use by now."""
 
 
 class Ledger(RuleBasedStateMachine):
@@ -62,16 +67,19 @@ class Ledger(RuleBasedStateMachine):
             return
         reservation = self.held[owner]
         places = {(self.budgets[name], tenant): size for (name, tenant), size in sizes.items()}
-        offers = {place: lambda size=size: Offer(int(share * size), share) for place, size in places.items()}
+        lenders = {
+            place: Lender(lambda size=size: Offer(int(share * size), share), give_nothing)
+            for place, size in places.items()
+        }
         after = {**self.known, owner: {place: size for place, size in sizes.items() if size}}
         grown = [name for name in CAPACITIES if self.total(after, name) > self.total(self.known, name)]
         lacking = [name for name in grown if self.total(after, name) > (CAPACITIES[name] or float("inf"))]
         if not lacking:
-            reservation.resize(places, offers=offers)
+            reservation.resize(places, lenders=lenders)
             self.known, self.offered[owner] = after, share
             return
         before = [budget.holdings for budget in self.budgets.values()]
-        refusal = refused(lambda: reservation.resize(places, offers=offers))
+        refusal = refused(lambda: reservation.resize(places, lenders=lenders))
         assert [budget.holdings for budget in self.budgets.values()] == before
         assert refusal.startswith(f"{owner} would take ")
         assert any(all(str(held) in refusal for held in self.budgets[name].holdings) for name in lacking)
@@ -113,6 +121,113 @@ class Ledger(RuleBasedStateMachine):
 TestLedger = Ledger.TestCase
 
 
+class Owner:
+    """Has units of memory in one budget; some are pinned, some in flight, and it keeps a floor."""
+
+    def __init__(self, budget, floor, next_use):
+        self.budget, self.floor, self.next_use = budget, floor, next_use
+        self.reservation, self.units, self.busy, self.pinned = Reservation("an owner"), [], 0, 0
+
+    @property
+    def bytes(self):
+        return sum(self.units) + self.pinned
+
+    def sizes(self, more=0):
+        return {(self.budget, "units"): sum(self.units) + more, (self.budget, "pinned"): self.pinned}
+
+    def resize(self, more=0):
+        lenders = {(self.budget, "units"): Lender(self.offer, self.give)}
+        self.reservation.resize(self.sizes(more), lenders=lenders)
+        self.units += [more] * bool(more)
+
+    def idle(self):
+        """The units that may go: the newest ones, without those in flight and its floor."""
+        size, idle = self.bytes, 0
+        for unit in reversed(self.units[self.busy :]):
+            if size - idle - unit >= self.floor:
+                idle += unit
+            else:
+                break
+        return idle
+
+    def offer(self):
+        return Offer(self.idle(), 0.01 * self.idle(), self.next_use)
+
+    def give(self, size):
+        mine = self.offer()
+        assert 0 < size <= mine.bytes
+        cheapest = min(offer.cost for _, lender, offer in self.budget.offers(ASKING[0]))
+        assert mine.cost == cheapest
+        idle = self.idle()
+        while size > 0 and idle:
+            unit = self.units.pop()
+            size, idle = size - unit, idle - unit
+        self.resize()
+
+
+ASKING = [None]
+
+
+class Lending(RuleBasedStateMachine):
+    """Owners ask for memory that others lend, begin to use what they have, and go."""
+
+    def __init__(self):
+        super().__init__()
+        self.budget, self.owners = Budget("a device", 1000), []
+
+    @rule(floor=st.integers(0, 200), next_use=st.sampled_from([0.0, 0.5, 60.0, float("inf")]))
+    def come(self, floor, next_use):
+        if len(self.owners) < 5:
+            self.owners.append(Owner(self.budget, floor, next_use))
+
+    def some(self, data):
+        return data.draw(st.sampled_from(self.owners)) if self.owners else None
+
+    @rule(data=st.data(), size=st.integers(1, 600))
+    def ask(self, data, size):
+        if (owner := self.some(data)) is None:
+            return
+        ASKING[0] = owner.reservation
+        others = [other for other in self.owners if other is not owner]
+        before, in_flight = [x.bytes for x in others], [x.units[: x.busy] for x in others]
+        room = self.budget.free + sum(other.idle() for other in others)
+        assert owner.reservation.lacking(owner.sizes(size)).total() == max(0, size - room)
+        if size > room:
+            text = refused(lambda: owner.resize(size))
+            assert [x.bytes for x in others] == before
+            assert all(str(held) in text for held in self.budget.holdings)
+            return
+        owner.resize(size)
+        for other, had, units in zip(others, before, in_flight, strict=True):
+            assert other.bytes >= min(other.floor, had), "it starves"
+            assert other.units[: other.busy] == units, "what is in flight is taken"
+
+    @rule(data=st.data())
+    def begin(self, data):
+        if (owner := self.some(data)) is not None:
+            owner.busy = data.draw(st.integers(0, len(owner.units)))
+
+    @rule(data=st.data(), size=st.integers(0, 300))
+    def pin(self, data, size):
+        if (owner := self.some(data)) is not None and size <= self.budget.free:
+            owner.pinned = max(owner.pinned, size) if size <= self.budget.free + owner.pinned else owner.pinned
+            owner.resize()
+
+    @rule(data=st.data())
+    def go(self, data):
+        if (owner := self.some(data)) is not None:
+            owner.reservation.release()
+            self.owners.remove(owner)
+
+    @invariant()
+    def all_fits(self):
+        assert self.budget.reserved == sum(owner.bytes for owner in self.owners) <= 1000
+
+
+TestLending = Lending.TestCase
+TestLending.settings = settings(max_examples=40)
+
+
 @pytest.fixture
 def gpu():
     return Budget("gpu:0", 80_000_000, available=lambda: 5_000_000)
@@ -121,8 +236,8 @@ def gpu():
 @pytest.fixture
 def system(gpu):
     system = Reservation("System board")
-    offers = {(gpu, "experts"): lambda: Offer(15_000_000, 1.25)}
-    system.resize({(gpu, "experts"): 21_000_000, (gpu, "activations"): 50_000_000, (gpu, "none"): 0}, offers=offers)
+    lenders = {(gpu, "experts"): Lender(lambda: Offer(15_000_000, 1.25), give_nothing)}
+    system.resize({(gpu, "experts"): 21_000_000, (gpu, "activations"): 50_000_000, (gpu, "none"): 0}, lenders=lenders)
     return system
 
 
@@ -173,7 +288,7 @@ def test_the_table_fits_a_terminal(name):
     for owner in owners:
         owner.resize(
             {(budget, tenant): 123_456_789 for tenant in tenants},
-            offers={(budget, tenant): lambda: Offer(99_999_999, 123.456) for tenant in tenants},
+            lenders={(budget, tenant): Lender(lambda: Offer(99_999_999, 123.456), give_nothing) for tenant in tenants},
         )
     Console(file=text, width=80).print(budget.table())
     assert max(map(len, text.getvalue().splitlines())) <= 80

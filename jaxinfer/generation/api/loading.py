@@ -1,13 +1,11 @@
 """Loads an engine, with all its parts, from a model directory."""
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from jaxinfer.compiled import Costs
 from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.compiled.cpu_library import begin_library
 from jaxinfer.disk_cache.blocks import BlockFolder
@@ -21,6 +19,7 @@ from jaxinfer.generation.api.build import (
     place_model,
     split_options,
 )
+from jaxinfer.generation.api.sleeper import Sleeper
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.images import ImageEngine
@@ -29,13 +28,11 @@ from jaxinfer.generation.execution.memory import (
     buffer_bytes,
     device_tenants,
     host_tenants,
-    layer_offers,
     plan_memory,
     read_adapter_bytes,
     weight_tenants,
 )
 from jaxinfer.generation.execution.plan import Plan
-from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.generation.execution.whole_weights import WholeWeights
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -45,8 +42,7 @@ from jaxinfer.models.config import Pooling
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.files.description import Description, require_transformer
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel, open_model
-from jaxinfer.serving.budget import BudgetError, Reservation, Sizes, host_budget, sizes_of
-from jaxinfer.serving.errors import ClosedError
+from jaxinfer.serving.budget import Reservation, Sizes, host_budget, sizes_of
 from jaxinfer.sharding import MeshFile, ShardingRules
 from jaxinfer.streaming.config import MemoryConfig, Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
@@ -63,8 +59,7 @@ class LoadedEngine:
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
       plan: what was decided before the engine was built; None for a model of images.
-      weights: how its weights leave the devices and come back; None: they stay.
-      sizes: what it reserves while it is awake.
+      sleeper: gives its memory back while it sleeps; None: it cannot sleep.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -74,8 +69,7 @@ class LoadedEngine:
     reservation: Reservation
     plan: Plan | None = None
     memory: MemoryPlan | None = None
-    weights: WholeWeights | None = None
-    sizes: Sizes = dataclasses.field(default_factory=dict)
+    sleeper: Sleeper | None = None
 
     @property
     def placement(self) -> Placement | None:
@@ -86,52 +80,6 @@ class LoadedEngine:
     def streaming(self) -> StreamingStatistics | None:
         """Measurements of bringing layers to the devices; None if all are on the devices."""
         return None if isinstance(self.engine, ImageEngine) else self.engine.executor.report().streaming
-
-    def sleep(self, level: int) -> None:
-        """Free the devices, once no request runs. level: 1 keeps the weights in the host's memory, 2 on disk alone."""
-        assert self.weights is not None
-        assert isinstance(self.engine, Engine)
-        self.engine.sleep()
-        self.weights.release(to_disk=level > 1)
-        if level > 1 and self.engine.page_tier is not None:
-            self.engine.page_tier.free_memory()
-        self._set_leaves(self.model.placed_shapes())
-        self.reservation.resize(self._sizes_asleep(level))
-
-    def _sizes_asleep(self, level: int) -> Sizes:
-        """Return what it reserves while it sleeps."""
-        if level > 1:
-            return {}
-        weights, host = self.model.bytes_per_device(), dict[str, int]()
-        if self.memory is not None:  # the pages that it keeps there stay
-            host |= self.memory.host_tenants
-        if self.model.platform == "cpu":
-            return sizes_of(devices_of(self.model.mesh), device_tenants(weights=weights), host=host)
-        return sizes_of([], {}, host={"weights": weights * len(devices_of(self.model.mesh)), **host})
-
-    def wake_up(self) -> None:
-        """Bring the weights back, and make an empty KV cache. Raises BudgetError, CheckpointError, ClosedError."""
-        assert self.weights is not None
-        assert isinstance(self.engine, Engine)
-        try:
-            self.reservation.resize(self.sizes, unused=True)
-        except BudgetError:  # what another model has left is not free for the system
-            free_spares()
-            self.reservation.resize(self.sizes, unused=True)
-        try:
-            leaves = self.weights.load()
-            self.engine.wake_up(leaves)
-        except BaseException:
-            self.weights.release(to_disk=True)
-            with contextlib.suppress(ClosedError):  # which frees the rest
-                self.engine.sleep()
-                self.reservation.resize({})
-            raise
-        self._set_leaves(leaves)
-
-    def _set_leaves(self, leaves: Iterable[Any]) -> None:
-        self.model.leaves.update(zip(self.model.leaves, leaves, strict=True))
-        vars(self.model).pop("state", None)  # a cached property
 
 
 def load_engine(path: str | Path, *, owner: str, asleep: bool = False, **options: Unpack[LoadOptions]) -> LoadedEngine:
@@ -199,7 +147,7 @@ def load_decoder(
         model, config, limits=memory_config, placement=placement, cache_bytes=cache_bytes, asleep=asleep
     )
     plan, host = _plan(model, config, memory, placement, disk_kv=disk_kv is not None), memory.host_tenants
-    sizes = _reserve(reservation, model, config, memory.tenants, placement, costs, host=host, asleep=asleep)
+    sizes = _reserve(reservation, model, config, memory.tenants, placement, host=host, asleep=asleep)
     engine = build_engine(
         model, tokenizer, config, plan, costs=costs, logits_processors=logits_processors, disk_kv=disk_kv, asleep=asleep
     )
@@ -213,8 +161,7 @@ def load_decoder(
         reservation=reservation,
         plan=plan,
         memory=memory,
-        weights=_weights(opened, model, memory_config, placement, asleep=asleep),
-        sizes=sizes,
+        sleeper=_sleeper(opened, engine, model, memory_config, plan, reservation, sizes, memory, asleep=asleep),
     )
 
 
@@ -257,7 +204,7 @@ def load_encoder(
     )
     tokenizer, plan = Tokenizer.from_folder(model.folder), Plan.of_model(model, config, placement=placement)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
-    sizes = _reserve(reservation, model, config, tenants, placement, costs, asleep=asleep)
+    sizes = _reserve(reservation, model, config, tenants, placement, asleep=asleep)
     engine = build_engine(model, tokenizer, config, plan, costs=costs, asleep=asleep)
     return LoadedEngine(
         engine=engine,
@@ -265,8 +212,7 @@ def load_encoder(
         tokenizer=tokenizer,
         reservation=reservation,
         plan=plan,
-        weights=_weights(opened, model, memory_config, placement, asleep=asleep),
-        sizes=sizes,
+        sleeper=_sleeper(opened, engine, model, memory_config, plan, reservation, sizes, None, asleep=asleep),
     )
 
 
@@ -320,13 +266,30 @@ def _names(load: Callable[..., LoadedEngine]) -> set[str]:
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner", "asleep"}
 
 
-def _weights(
-    opened: OpenedModel, model: LoadedModel, memory: MemoryConfig, placement: Placement | None, *, asleep: bool
-) -> WholeWeights | None:
-    """Return how the weights of a model leave and come back; those of a streamed model do not."""
-    if placement is not None:
+def _sleeper(
+    opened: OpenedModel,
+    engine: Engine,
+    model: LoadedModel,
+    config: MemoryConfig,
+    plan: Plan,
+    reservation: Reservation,
+    sizes: Sizes,
+    memory: MemoryPlan | None,
+    *,
+    asleep: bool,
+) -> Sleeper | None:
+    """Return how an engine sleeps; None: its weights are streamed, and it cannot."""
+    if plan.placement is not None:
         return None
-    return WholeWeights(opened, memory.layer_files, None if asleep else list(model.leaves.values()))
+    return Sleeper(
+        engine=engine,
+        model=model,
+        weights=WholeWeights(opened, config.layer_files, None if asleep else list(model.leaves.values())),
+        reservation=reservation,
+        sizes=sizes,
+        memory=memory,
+        asleep=asleep,
+    )
 
 
 def _open_disk_kv(memory: MemoryConfig) -> BlockFolder | None:
@@ -364,7 +327,6 @@ def _reserve(
     config: SharedConfig,
     tenants: Mapping[str, int],
     placement: Placement | None,
-    costs: Costs,
     *,
     host: Mapping[str, int] | None = None,
     asleep: bool,
@@ -377,7 +339,7 @@ def _reserve(
     sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     if not asleep:
         remedy = "lower cache_bytes, host_kv, max_batch, token_budget or adapter_bytes, or close another model"
-        reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
+        reservation.resize(sizes, remedy=remedy)
     return sizes
 
 

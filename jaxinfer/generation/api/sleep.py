@@ -11,12 +11,12 @@ from msgspec import Meta
 from jaxinfer.fields import check
 from jaxinfer.futures import INTERVAL
 from jaxinfer.generation.api.holder import EngineHolder
+from jaxinfer.generation.api.sleeper import Sleeper
 from jaxinfer.generation.engine.decider import RequestDecider
-from jaxinfer.generation.execution.spares import free_spares
 from jaxinfer.serving.budget import Budget, by_budget
 from jaxinfer.serving.errors import ServingError
 
-_SleepLevel = Annotated[int, Meta(ge=1, le=2, description="1 or 2")]
+_SleepLevel = Annotated[int, Meta(ge=0, le=2, description="0, 1 or 2")]
 
 
 class SleepingHolder(EngineHolder):
@@ -27,15 +27,16 @@ class SleepingHolder(EngineHolder):
     def _begin(self, decider: RequestDecider, *, asleep: bool) -> None:
         """Take the decider of the engine, which sleeps at first if it was loaded so."""
         self._decider = decider
-        self._sleep_lock = threading.RLock()  # entered itself: see `futures`
-        self._sleep_level = 2 if asleep else 0
+        sleeper = self._loaded.sleeper
+        self._sleep_lock = threading.RLock() if sleeper is None else sleeper.lock
+        self._sleep_level = 2 if asleep else None
         if asleep:
             decider.pause()
 
     @property
     def is_sleeping(self) -> bool:
         """Whether it sleeps: requests wait for `wake_up`."""
-        return self._sleep_level > 0
+        return self._sleep_level is not None
 
     @property
     def is_interrupted(self) -> bool:
@@ -45,7 +46,7 @@ class SleepingHolder(EngineHolder):
     @property
     def can_sleep(self) -> bool:
         """Whether `sleep` is implemented: its weights are not streamed."""
-        return self._loaded.weights is not None
+        return self._loaded.sleeper is not None
 
     def sleep(
         self,
@@ -53,20 +54,19 @@ class SleepingHolder(EngineHolder):
         level: int = 1,
         wait: Callable[[], float] = lambda: math.inf,
         unless: Callable[[], bool] = lambda: False,
-        hand_over: bool = False,
     ) -> bool:
-        """Free the memory of the KV cache and, on other devices than CPUs, of the weights; return whether it did.
+        """Free memory of the KV cache and of weights, or let others take it; return whether it sleeps.
 
         Requests that have begun end first, or are interrupted after `wait`: they go on after `wake_up`, from the tokens
         that they have. Others wait for `wake_up`, until their deadlines, and then end with NotLoadedError. Cached
-        prompts are forgotten.
+        prompts are forgotten with the KV cache.
 
         Args:
-          level: 1 keeps the weights in the host's memory, where a CPU has them anyway; 2 frees that too, and reads them
-            from disk to wake up.
+          level: 0 keeps everything until another model needs the memory, and takes what it needs; 1 frees the KV cache,
+            and keeps the weights in the host's memory, where a CPU has them anyway; 2 frees that too, and reads them
+            from disk to wake up. Others may take what is kept at any level.
           wait: called again and again while it waits for requests; returns the seconds to wait on at most.
           unless: likewise; once it returns true, the model stays awake.
-          hand_over: whether the memory is left for the next model that wakes up, which is faster than new memory.
 
         Raises ValueError for a model whose weights are streamed; ClosedError, DiedError.
         """
@@ -77,11 +77,9 @@ class SleepingHolder(EngineHolder):
             if not self.is_sleeping and not self._drained(wait, unless):
                 self._decider.resume()
                 return False
-            if level > self._sleep_level:
-                self._loaded.sleep(level)
+            if self._sleep_level is None or level > self._sleep_level:
+                self._sleeper.sleep(level)
                 self._sleep_level = level
-        if not hand_over:
-            free_spares()
         return True
 
     def _drained(self, wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
@@ -107,13 +105,10 @@ class SleepingHolder(EngineHolder):
         Raises BudgetError if there is too little memory, CheckpointError; ClosedError, DiedError.
         """
         with self._sleep_lock:
-            try:
-                if self.is_sleeping:
-                    self._loaded.wake_up()
-                    self._sleep_level = 0
-                    self._decider.resume()
-            finally:
-                free_spares()
+            if self.is_sleeping:
+                self._sleeper.wake_up()
+                self._sleep_level = None
+                self._decider.resume()
 
     @property
     def waiting_since(self) -> float | None:
@@ -136,4 +131,30 @@ class SleepingHolder(EngineHolder):
     @property
     def needed(self) -> Counter[Budget]:
         """The bytes that it has while it is awake, by budget."""
-        return by_budget(self._loaded.sizes)
+        return by_budget(self._sleeper.sizes)
+
+    @property
+    def lacking(self) -> Counter[Budget]:
+        """The bytes that `wake_up` would lack, beyond what is free and what others would lend, by budget."""
+        return self._loaded.reservation.lacking(self._sleeper.sizes)
+
+    @property
+    def has_all_memory(self) -> bool:
+        """Whether nobody has taken anything since it sleeps."""
+        return self._sleeper.has_all
+
+    def lend(self, *, next_use: Callable[[], float], pinned: bool = False) -> None:
+        """Set how its memory is lent while it sleeps.
+
+        Args:
+          next_use: returns the seconds until it is expected to wake up; infinity: nobody knows.
+          pinned: whether it lends nothing.
+        """
+        if (sleeper := self._loaded.sleeper) is not None:
+            sleeper.next_use, sleeper.pinned = next_use, pinned
+
+    @property
+    def _sleeper(self) -> Sleeper:
+        sleeper = self._loaded.sleeper
+        assert sleeper is not None, "it can sleep"
+        return sleeper

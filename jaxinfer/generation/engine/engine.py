@@ -239,7 +239,9 @@ class Engine:
             self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
         self._await_devices()
         self.scheduler.restart()
-        if not self._asleep:
+        if self._asleep:
+            self.executor.free_state()
+        else:
             self.executor.restart()
 
     def _take_advanced(self) -> list[Sequence]:
@@ -318,15 +320,25 @@ class Engine:
     # Sleep
 
     def sleep(self) -> None:
-        """Free the weights and the state on the devices; no prompt stays cached. No step may be in flight.
+        """Free the weights on the devices. No step may be in flight.
 
-        Requests that have begun go on after `wake_up`: they are computed again from the tokens that the host has.
+        Requests that have begun go on after `wake_up`.
         """
         with self._lock, _Change(self):
-            self._await_devices()
-            self.scheduler.restart()
+            if self._in_flight:
+                self._await_devices()
+                self.scheduler.restart()
             self._asleep = True
             self.executor.sleep()
+
+    def free_state(self) -> None:
+        """Free the state on the devices, after `sleep`; no prompt stays cached.
+
+        Requests that have begun are computed again after `wake_up`, from the tokens that the host has.
+        """
+        with self._lock, _Change(self):
+            self.scheduler.restart()
+            self.executor.free_state()
 
     def wake_up(self, leaves: list[Any]) -> None:
         """Go on after `sleep`, with these weights, in the order in which programs take them. Raises ClosedError."""

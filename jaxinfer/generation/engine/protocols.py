@@ -141,11 +141,15 @@ class Executor(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the weights and the state on the devices; nothing runs before `wake_up`."""
+        """Free the weights on the devices; nothing runs before `wake_up`."""
+        ...
+
+    def free_state(self) -> None:
+        """Free the state on the devices, while it sleeps; does nothing if there is none."""
         ...
 
     def wake_up(self, leaves: list[Any]) -> None:
-        """Take weights, in the order in which programs take them, and begin with an empty state."""
+        """Take weights, in the order in which programs take them; the state is empty if it was freed."""
         ...
 
     def interrupt(self) -> None:

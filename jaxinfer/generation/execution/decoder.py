@@ -116,12 +116,15 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._restarting = False
 
     def sleep(self) -> None:
-        """Free the weights and the state, as in `Executor`."""
-        self.state.free()
+        """Free the weights, as in `Executor`."""
         self.state.layout.leaves = shapes_of(self.state.layout.leaves)
 
+    def free_state(self) -> None:
+        """Free the state, as in `Executor`."""
+        self.state.free()
+
     def wake_up(self, leaves: list[jax.Array]) -> None:
-        """Take weights, and make an empty state, as in `Executor`."""
+        """Take weights, and make an empty state if it was freed, as in `Executor`."""
         self.state.layout.leaves = [*leaves]
         self.state.take()
 

@@ -50,17 +50,16 @@ class DecoderState:
         self._place_adapters()
 
     def free(self) -> None:
-        """Give the memory back, for the next state of the same shapes. No slot may be active."""
+        """Give the memory back, for the next state of the same shapes."""
         if self.arrays is not None:
             STATES.give(self._shapes, self.arrays)
         self.arrays, self.adapters = None, None  # type: ignore[assignment]
         self._all_tokens.clear()
 
     def take(self) -> None:
-        """Have memory again after `free`: that of another state of the same shapes, if there is one."""
-        if (arrays := STATES.take(self._shapes)) is None:
-            arrays = self._empty()
-        self.arrays = arrays
+        """Have memory again if it is free: that of another state of the same shapes, if there is one."""
+        if self.arrays is None:
+            self.arrays = STATES.take(self._shapes) or self._empty()
         self._place_adapters()
 
     @property

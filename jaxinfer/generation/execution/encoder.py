@@ -83,6 +83,9 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
         """Free the weights, as in `Executor`."""
         self.passes.leaves = []
 
+    def free_state(self) -> None:
+        """Do nothing: there is no state."""
+
     def wake_up(self, leaves: list[jax.Array]) -> None:
         """Take weights, as in `Executor`."""
         self.passes.leaves = list(leaves)

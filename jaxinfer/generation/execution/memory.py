@@ -1,7 +1,6 @@
 """How many pages the cache has, and the other memory of devices and host that a model takes."""
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 from rich.filesize import decimal
 
 from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned
-from jaxinfer.compiled import Costs, ProgramCache, ProgramSpec, executable_store
+from jaxinfer.compiled import ProgramCache, ProgramSpec, executable_store
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page
@@ -23,7 +22,7 @@ from jaxinfer.generation.execution.programs import pass_programs, whole_programs
 from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.serving.budget import Budget, BudgetError, Offer, Offers, Sizes, budget_of, host_budget
+from jaxinfer.serving.budget import BudgetError, budget_of, host_budget
 from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, exact_bytes
 from jaxinfer.streaming.experts import IN_FLIGHT
 from jaxinfer.streaming.model import layer_ranges
@@ -282,24 +281,6 @@ def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, 
             if placement.experts.tier == "disk" and not shares_memory(opened.platform):
                 tenants["experts on their way"] = IN_FLIGHT * placement.experts.bytes
     return tenants
-
-
-def layer_offers(opened: OpenedModel, placement: Placement | None, sizes: Sizes, costs: Costs) -> Offers:
-    """Return offers to read layers that stay from disk instead, if the record says how long that takes."""
-    if placement is None or "disk" not in placement.tiers:
-        return {}
-
-    def offer(budget: Budget, size: int) -> Offer:
-        if (seconds := costs.mean("fetch_disk")) is None:
-            return Offer(0, 0.0)
-        parts = len(devices_of(opened.mesh)) if budget is host_budget() else 1
-        return Offer(size, seconds * size / (placement.layer_bytes * parts))
-
-    return {
-        (budget, tenant): functools.partial(offer, budget, size)
-        for (budget, tenant), size in sizes.items()
-        if tenant == LAYERS
-    }
 
 
 def is_ample(model: OpenedModel, device_memory: int | None, available: int, cache: int) -> bool:

@@ -3,8 +3,9 @@
 New memory costs as much time as what is read into it: the system clears every page first.
 """
 
+import contextlib
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from jaxinfer.checkpoints.stores import Staging
 from jaxinfer.generation.execution.state import DeviceState
@@ -40,7 +41,23 @@ STATES = SpareStates()
 """The states of all engines in this process."""
 
 
+_takers = list[object]()  # engines that wake up
+
+
 def free_spares() -> None:
-    """Free the memory that no engine has taken over."""
-    STAGING.trim()
-    STATES.clear()
+    """Free the memory that no engine has taken over, unless one is waking up."""
+    if not _takers:
+        STAGING.trim()
+        STATES.clear()
+
+
+@contextlib.contextmanager
+def keeping_spares() -> Iterator[None]:
+    """Keep what engines give back meanwhile for the one that wakes up, and then free the rest."""
+    me = object()
+    _takers.append(me)
+    try:
+        yield
+    finally:
+        _takers.remove(me)
+        free_spares()

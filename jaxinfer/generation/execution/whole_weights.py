@@ -1,5 +1,7 @@
 """The weights of an engine that sleeps at times: how they leave its devices, and how they come back."""
 
+import dataclasses
+import itertools
 import logging
 import pathlib
 
@@ -9,89 +11,165 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.stores import DiskStore, Fetch, to_host
 from jaxinfer.generation.execution.spares import STAGING
 from jaxinfer.models.files.loading import OpenedModel
-from jaxinfer.streaming.layer_folders import open_layer_files
+from jaxinfer.streaming.layer_folders import divide_leaves, open_layer_files
 
 log = logging.getLogger(__name__)
 
+PARTS = 16
+"""Parts that the weights of a model are divided into; each is given back and read by itself."""
+
+
+@dataclasses.dataclass
+class _Part:
+    """Leaves that follow each other.
+
+    Attributes:
+      names: their names.
+      bytes: bytes of each device.
+      leaves: the leaves, while they are on the devices.
+      fetch: what has brought them, and has their memory; None: they were read from the checkpoint.
+      on_host: their copies in the host's memory.
+    """
+
+    names: list[str]
+    bytes: int
+    leaves: list[jax.Array] | None = None
+    fetch: Fetch | None = None
+    on_host: list[jax.Array] | None = None
+
+    def free(self) -> None:
+        """Give the memory of the devices back."""
+        if self.fetch is not None:
+            self.fetch.release()
+        else:
+            _delete(self.leaves)
+        self.leaves = self.fetch = None
+
+    def free_host(self) -> None:
+        """Give the host's memory back."""
+        _delete(self.on_host)
+        self.on_host = None
+
 
 class WholeWeights:
-    """All weights of a model, on its devices, in the host's memory, or on disk alone.
+    """All weights of a model, each part of them on its devices, in the host's memory, or on disk alone.
 
-    They come back from one file in the user's cache, in the format of the devices, which is written when it is first
+    They come back from files in the user's cache, in the format of the devices, which are written when they are first
     needed. Reading the checkpoint again would take several times as long.
 
     Args:
       opened: the model.
-      folder: the folder of that file; None: as `open_layer_files` chooses.
+      folder: the folder of these files; None: as `open_layer_files` chooses.
       leaves: the weights, if they are on the devices.
     """
 
     def __init__(self, opened: OpenedModel, folder: pathlib.Path | None = None, leaves: list[jax.Array] | None = None):
         self._opened, self._folder = opened, folder
-        self._leaves, self._fetch = leaves, None
-        self._store: DiskStore | None = None
-        self._on_host: list[jax.Array] | None = None
+        self._stores: list[DiskStore] = []
+        self._parts = self._divided() if leaves is None else [self._undivided(leaves)]
+
+    def _divided(self) -> list[_Part]:
+        """The parts, without their leaves. A pipeline's weights come back from the checkpoint, all at once."""
+        opened = self._opened
+        groups = [list(opened.stage_leaves)] if opened.stages is not None else divide_leaves(opened, PARTS)
+        return [_Part(names, opened.bytes_per_device(set(names).__contains__)) for names in groups]
+
+    def _undivided(self, leaves: list[jax.Array]) -> _Part:
+        """The leaves as they come from a checkpoint: on a CPU they have one memory."""
+        return _Part(list(self._opened.stage_leaves), self._opened.bytes_per_device(), leaves)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of each device."""
+        return sum(part.bytes for part in self._parts if part.leaves is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the host's memory for each device; 0 for a CPU, whose devices have them."""
+        return sum(part.bytes for part in self._parts if part.on_host is not None)
 
     def load(self) -> list[jax.Array]:
-        """Bring the weights to the devices, in the order in which programs take them. Raises CheckpointError."""
-        if self._leaves is None:
-            self._leaves = self._from_host() if self._on_host is not None else self._from_disk()
-        return self._leaves
+        """Bring what is missing to the devices; return all leaves, in the order in which programs take them.
 
-    def release(self, *, to_disk: bool) -> None:
-        """Free the devices.
-
-        Unless they go `to_disk`, a copy stays in the host's memory, where a CPU has them anyway.
+        Raises CheckpointError.
         """
-        leaves, fetch, self._leaves, self._fetch = self._leaves, self._fetch, None, None
-        if leaves is not None and not to_disk:
-            if self._opened.platform == "cpu":
-                self._leaves, self._fetch = leaves, fetch
-                return
-            self._on_host = list(map(to_host, leaves))
-        if to_disk:
-            _delete(self._on_host)
-            self._on_host = None
-        if fetch is not None:
-            fetch.release()
-        else:
-            _delete(leaves)
+        for part in self._parts:
+            if part.on_host is not None:
+                self._from_host(part)
+        if any(part.leaves is None for part in self._parts):
+            self._from_disk()
+        return list(itertools.chain.from_iterable(part.leaves or [] for part in self._parts))
 
-    def _from_host(self) -> list[jax.Array]:
-        copies, self._on_host = self._on_host, None
-        assert copies is not None
-        leaves = jax.device_put(copies, [copy.sharding.with_memory_kind("device") for copy in copies])
-        jax.block_until_ready(leaves)
-        _delete(copies)
-        return leaves
+    def release(self, size: int | None = None, *, to_disk: bool) -> None:
+        """Free this many bytes of each device, or a few more; None: all.
 
-    def _from_disk(self) -> list[jax.Array]:
+        Unless they go `to_disk`, copies stay in the host's memory, where a CPU has them anyway.
+        """
+        left = self._opened.bytes_per_device() if size is None else size
+        for part in reversed(self._parts if to_disk or self._opened.platform != "cpu" else []):
+            if part.leaves is None or left <= 0:
+                continue
+            if to_disk:
+                part.free()
+            else:
+                part.on_host, part.leaves, part.fetch = list(map(to_host, part.leaves)), None, None
+            left -= part.bytes
+        if to_disk and size is None:
+            self.release_host()
+        if not (self.device_bytes or self.host_bytes):
+            self._parts = self._divided()
+
+    def release_host(self) -> None:
+        """Free the copies in the host's memory."""
+        for part in self._parts:
+            part.free_host()
+
+    def _from_host(self, part: _Part) -> None:
+        assert part.on_host is not None
+        leaves = jax.device_put(part.on_host, [copy.sharding.with_memory_kind("device") for copy in part.on_host])
+        part.leaves = jax.block_until_ready(leaves)
+        part.free_host()
+
+    def _from_disk(self) -> None:
         if self._opened.stages is None:
             try:
-                return self._fetched()
+                self._fetch()
+                return
             except CheckpointError as error:
-                self._store = None
+                self._stores.clear()
                 log.warning("weights are read from the checkpoint, which takes longer: %s", error)
-        return list(self._opened.read(stays=True).values())
+                self.release(to_disk=True)
+        self._parts = [self._undivided(list(self._opened.read(stays=True).values()))]
 
-    def _fetched(self) -> list[jax.Array]:
-        fetch: Fetch = self._open().start(0)
+    def _fetch(self) -> None:
+        """Read the parts that are missing, all at a time."""
+        stores, begun = self._open(), list[tuple[_Part, Fetch]]()
         try:
-            fetch.place()
-            leaves = fetch.settle()
+            begun += [
+                (part, stores[index].start(index)) for index, part in enumerate(self._parts) if part.leaves is None
+            ]
+            for _, fetch in begun:
+                fetch.place()
+            for part, fetch in begun:
+                part.leaves = fetch.settle()
         except BaseException:
-            fetch.release()
+            for part, fetch in begun:
+                part.leaves = None
+                fetch.release()
             raise
-        self._fetch = fetch
-        return leaves
+        for part, fetch in begun:
+            part.fetch = fetch
 
-    def _open(self) -> DiskStore:
-        if self._store is None:
+    def _open(self) -> list[DiskStore]:
+        """The files of all parts: a store for each, whose buffers are as large as the part."""
+        if not self._stores:
             opened = self._opened
-            files = open_layer_files(opened, self._folder, whole=True, cached=True)
-            shardings = [opened.sharding(leaf) for leaf in opened.shapes.values()]
-            self._store = DiskStore(files, {0: shardings}, aliases=opened.platform == "cpu", staging=STAGING)
-        return self._store
+            files = open_layer_files(opened, self._folder, whole=True, parts=PARTS, cached=True)
+            for index, part in enumerate(self._parts):
+                shardings = [opened.sharding(opened.shapes[name]) for name in part.names]
+                aliases = opened.platform == "cpu"
+                self._stores.append(DiskStore(files, {index: shardings}, aliases=aliases, staging=STAGING))
+        return self._stores
 
 
 def _delete(arrays: list[jax.Array] | None) -> None:

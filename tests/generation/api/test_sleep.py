@@ -1,10 +1,12 @@
 """Models that sleep: they give memory back, keep requests waiting, and go on as if nothing had been."""
 
 import asyncio
+import contextlib
 import dataclasses
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -117,20 +119,80 @@ def test_memory_is_given_back(llm):
     del state
 
 
-def test_a_model_takes_over_the_memory_of_another(model_dir, tmp_path, expected):
-    """Its cache has the other's keys and values, and nobody reads them."""
-    shutil.copytree(model_dir, tmp_path / "other")
-    with make(model_dir, asleep=True) as one, make(tmp_path / "other", asleep=True) as other:
+@pytest.fixture(scope="module")
+def twin_dir(model_dir, tmp_path_factory):
+    """Another model of the same config."""
+    return shutil.copytree(model_dir, tmp_path_factory.mktemp("twin") / "twin")
+
+
+@contextlib.contextmanager
+def room_for(monkeypatch, size):
+    """Limit the host's memory to so many bytes more than are reserved."""
+    with monkeypatch.context() as patch:
+        patch.setattr(host_budget(), "capacity", host_budget().reserved + size)
+        yield
+
+
+def test_a_model_takes_what_it_needs_of_one_that_sleeps(model_dir, twin_dir, expected, monkeypatch):
+    """The KV cache first, which nobody has to read again, then as many weights as are lacking."""
+    with make(model_dir, asleep=True) as one, make(twin_dir, asleep=True) as other:
         one.wake_up()
-        one.submit("something else, longer", GREEDY).result()
-        buffer = one.model.leaves["embed.weight"].unsafe_buffer_pointer() if "embed.weight" in one.model.leaves else 0
-        one.sleep(level=2, hand_over=True)
-        assert spares.STAGING._free
-        other.wake_up()
+        answer(one)
+        awake = bytes_of(one)
+        one.sleep(level=0)
+        assert bytes_of(one) == awake
+        arrays = jax.tree.leaves(one.engine.executor.state.arrays)
+        weights = one._loaded.sleeper.weights
+        buffer = weights._parts[-1].leaves[0].unsafe_buffer_pointer()
+        in_all = weights.device_bytes
+        with room_for(monkeypatch, in_all - in_all // 4):
+            other.wake_up()
+        assert not any(array.is_deleted() for array in arrays), "the other has them"
+        assert in_all // 2 < weights.device_bytes < in_all
+        assert buffer in {x.unsafe_buffer_pointer() for x in other.model.leaves.values()}
         assert not spares.STAGING._free
-        assert not buffer or other.model.leaves["embed.weight"].unsafe_buffer_pointer() == buffer
         assert answer(other) == expected
         assert other.stats().compile_misses == 0
+        other.sleep(level=0)
+        with room_for(monkeypatch, 0):
+            one.wake_up()
+        assert bytes_of(one) == awake
+        assert answer(one) == expected
+        assert one.stats().compile_misses == 0
+        assert 0 < bytes_of(other) < awake
+
+
+def test_a_model_that_loses_nothing_keeps_its_prompts(llm, expected):
+    llm.wake_up()
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    text = llm.submit("abc", params).result(60).outputs[0].token_ids
+    running = llm.submit("abc", params)
+    while not llm.stats().running:
+        time.sleep(0.001)
+    llm.sleep(level=0, wait=lambda: 0.0)
+    computed = llm.stats()
+    llm.wake_up()
+    assert running.result(60).outputs[0].token_ids == text
+    assert llm.stats().preemptions == computed.preemptions
+    assert answer(llm) == expected
+
+
+def test_nothing_is_lent_that_is_pinned_or_awake(model_dir, twin_dir, expected, monkeypatch):
+    with make(model_dir, asleep=True) as one, make(twin_dir, asleep=True) as other:
+        one.wake_up()
+        with room_for(monkeypatch, 0), pytest.raises(BudgetError, match=r"weights: .* 0 bytes evictable"):
+            other.wake_up()
+        one.lend(next_use=lambda: 1.0, pinned=True)
+        one.sleep(level=0)
+        with room_for(monkeypatch, 0), pytest.raises(BudgetError, match="0 bytes evictable"):
+            other.wake_up()
+        assert one.has_all_memory
+        one.lend(next_use=lambda: 1.0)
+        with one._sleep_lock, room_for(monkeypatch, 0), ThreadPoolExecutor(1) as thread:  # as while it wakes up
+            assert isinstance(thread.submit(other.wake_up).exception(60), BudgetError)
+        assert one.has_all_memory
+        one.wake_up()
+        assert answer(one) == expected
 
 
 def test_requests_wait_for_the_model(llm, expected):
@@ -299,7 +361,7 @@ def test_a_load_that_fails_leaves_it_asleep(llm, expected, monkeypatch):
     def fails():
         raise CheckpointError("gone")
 
-    weights = llm._loaded.weights
+    weights = llm._loaded.sleeper.weights
     monkeypatch.setattr(weights, "load", fails)
     with pytest.raises(CheckpointError, match="gone"):
         llm.wake_up()
@@ -315,9 +377,9 @@ def test_files_that_are_damaged_or_cannot_be_written(model_dir, tmp_path, expect
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     with make(model_dir, asleep=True) as llm:
         llm.wake_up()
-        (file,) = (tmp_path / "cache" / "layers").glob("*/layer-00000.bin")
+        file = max((tmp_path / "cache" / "layers").glob("*/layer-*.bin"), key=lambda each: each.stat().st_size)
         with open(file, "r+b") as opened:
-            opened.seek(5000)
+            opened.seek(100)
             opened.write(b"\xff" * 64)
         llm.sleep(level=2)
         llm.wake_up()
@@ -353,7 +415,7 @@ def test_streamed_weights_do_not_sleep(model_dir):
         make(model_dir, weights="host", asleep=True)
 
 
-def test_levels_are_one_and_two(llm):
-    for level in (0, 3, True, "1", None, 1e30):
-        with pytest.raises(ValueError, match="level must be 1 or 2"):
+def test_levels_are_zero_to_two(llm):
+    for level in (-1, 3, True, "1", None, 1e30):
+        with pytest.raises(ValueError, match="level must be 0, 1 or 2"):
             llm.sleep(level=level)
