@@ -121,6 +121,12 @@ CHECKS = {
     "switch_vs_bytes": "a switch against reading the weights from the page cache into new memory",
     "switch_vs_bytes_disk": "the same from the disk",
     "switch_compiles": "programs that a switch compiles",
+    "two_models_goodput": "good requests/s of two models in the memory of 1.3 of one, against both in memory",
+    "two_models_vs_reload": "the same against processes that end and start",
+    "two_models_compiles": "programs compiled meanwhile",
+    "two_models_goodput_int8": "good requests/s in the memory of 1.3 of one, with a KV cache in int8",
+    "two_models_vs_reload_int8": "the same against processes that end and start",
+    "two_models_compiles_int8": "programs compiled meanwhile",
     "experts_over_http": "inputs/s of experts over HTTP against one process",
     "elastic_over_http": "inputs/s of an elastic task over HTTP against one process",
     "front_end_events_per_s": "events that a CPU second of the whole process sends, 64 streams, steps of 4 ms",
@@ -541,13 +547,21 @@ def serving_models_section(result: Result) -> list[str]:
         [row["configs"], row["tier"], f"{row['switch_s']:.3f}", f"{row['read_s']:.3f}", str(row["compiles"])]
         for row in switches
     ]
-    return [
+    sections = [
         "Requests of 64 tokens for 16 more, for one of three models of 246 M parameters in float32, which is drawn at "
         "random; a request is good if its first token comes within 2 s.",
         table(["server", "requests/s", "a burst", "good/s", "share", "TTFT p50 in ms", "errors"], lines),
         table(["configs", "weights from", "switch in s", "reading alone in s", "compiled"], switched),
-        checks_table(result),
     ]
+    columns = ("kv_dtype", "interval", "goodput", "good_share", "ttft_p50_ms", "errors")
+    if turns := [row for row in result["rows"] if row["figure"] == "two_models"]:
+        lines = [[row["server"], *(str(row[name]) for name in columns)] for row in turns]
+        sections += [
+            "Bursts of 16 requests of 64 tokens for 64 more, for two models in turn; a request is good if its first "
+            "token comes within 4 s.",
+            table(["server", "KV cache", "s between bursts", "good/s", "share", "TTFT p50 in ms", "errors"], lines),
+        ]
+    return [*sections, checks_table(result)]
 
 
 def checks_table(result: Result, names: Mapping[str, str] = CHECKS) -> str:

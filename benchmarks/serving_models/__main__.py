@@ -2,10 +2,10 @@
 
     python -m benchmarks.serving_models [--quick] [--only switch,goodput] [--json FILE]
 
-`switch` times a request for a model that sleeps, in a process with room for one and a half of three. `goodput` sends
-requests of 64 tokens for 16 more to the three, drawn at random, and to a server for each that is started and stopped.
-`images` compares experts and elastic tasks over HTTP with the same in one process. The JSON is rewritten after every
-part.
+`switch` times a request for a model that sleeps, in a process with room for one of three. `goodput` sends requests of
+64 tokens for 16 more to the three, which have room for one and a half, drawn at random, and to a server for each that
+is started and stopped. `two_models` sends bursts to two models in turn, which have the memory of 1.3 of one. `images`
+compares experts and elastic tasks over HTTP with the same in one process. The JSON is rewritten after every part.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from benchmarks.serving.settings import Settings as ServingSettings
 from benchmarks.serving_models.goodput import goodput
 from benchmarks.serving_models.settings import Settings
 from benchmarks.serving_models.switch import switch
+from benchmarks.serving_models.two_models import two_models
 from benchmarks.serving_models.vision import FULL, QUICK, elastic_over_http, experts_over_http
 from benchmarks.workers import add_options, parts_reader, run_parts
 
@@ -30,7 +31,12 @@ def images(report: Report, settings: Settings) -> None:
         report.check(name, row["ratio"], "x", target=0.95)
 
 
-PARTS: dict[str, Callable[[Report, Settings], None]] = {"switch": switch, "goodput": goodput, "images": images}
+PARTS: dict[str, Callable[[Report, Settings], None]] = {
+    "switch": switch,
+    "goodput": goodput,
+    "two_models": two_models,
+    "images": images,
+}
 read_parts = parts_reader(PARTS)
 
 

@@ -6,11 +6,12 @@ which 95% of ours are good; the swapped processes then get the same load.
 
 import asyncio
 import dataclasses
+import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ FEWEST = 60
 """Requests of a load, at least: with 20, one more or less is five percent."""
 BURST = 16
 MAX_BATCH, CONTEXT = 8, 1024
+OPTIONS = {"max_batch": MAX_BATCH, "context": CONTEXT}
 Complete = Callable[[str, LoadRequest, float], Awaitable[RequestRecord]]
 Load = list[tuple[str, LoadRequest]]
 
@@ -63,9 +65,9 @@ async def run(complete: Complete, load: Load) -> list[RequestRecord]:
     return await asyncio.gather(*(one(*each) for each in load))
 
 
-def figures(records: list[RequestRecord]) -> dict[str, Any]:
-    """The share of good requests, and their number a second."""
-    objective = Objective(ttft_ms=TTFT_MS)
+def figures(records: list[RequestRecord], limit: float = TTFT_MS) -> dict[str, Any]:
+    """The share of good requests, and their number a second. limit: of the time to the first token, in ms."""
+    objective = Objective(ttft_ms=limit)
     good = sum(map(objective.is_kept, records))
     seconds = max(record.arrival for record in records) or 1.0
     return {
@@ -77,23 +79,23 @@ def figures(records: list[RequestRecord]) -> dict[str, Any]:
     }
 
 
-def one_server(models: dict[str, Path], room: int) -> Server:
-    """Our server, with the models on demand."""
+def one_server(models: dict[str, Path], room: int | None, options: Mapping[str, object] = OPTIONS) -> Server:
+    """Our server, with the models on demand. room: bytes for all; None: all that are free. options: of each model."""
     port = free_port()
-    lines = [f"port = {port}", f"device_memory = {room}"]
+    lines = [f"port = {port}"] + ([] if room is None else [f"device_memory = {room}"])
     for name, path in models.items():
         lines += [f"[models.{name}]", f'path = "{path}"', 'dtype = "float32"', "on_demand = true"]
-        lines += [f"max_batch = {MAX_BATCH}", f"context = {CONTEXT}", "compile_ahead = true"]
+        lines += ["compile_ahead = true", *(f"{option} = {json.dumps(value)}" for option, value in options.items())]
     file = Path(tempfile.mkdtemp()) / "serve.toml"
     file.write_text("\n".join(lines))
     return Server(OURS, [sys.executable, "-m", "jaxinfer", "serve", file], port=port, JAXINFER_PROGRESS="0")
 
 
-def room_for(models: dict[str, Path], share: float) -> int:
+def room_for(models: dict[str, Path], share: float, options: Mapping[str, Any] = OPTIONS) -> int:
     """Bytes for so many models: of weights, pages and workspace."""
     from jaxinfer import AsyncLLM
 
-    with AsyncLLM(next(iter(models.values())), asleep=True, max_batch=MAX_BATCH, context=CONTEXT) as llm:
+    with AsyncLLM(next(iter(models.values())), dtype="float32", asleep=True, **options) as llm:
         return int(share * llm.needed.total())
 
 

@@ -25,7 +25,7 @@ PROMPT = [5 + place for place in range(64)]
 
 
 class Switching:
-    """Three models in one process, with room for one and a half."""
+    """Three models in one process, with room for one: none keeps a part of its weights while another runs."""
 
     def __init__(self, models: dict[str, Path]):
         options = {"context": 1024, "compile_ahead": True}  # no compiler runs beside what is timed
@@ -38,7 +38,7 @@ class Switching:
             model.load(asleep=True)
             self.models.residency.watch(model)
         size = max(model.llm.needed.total() for model in self.served)
-        host_budget().limit(host_budget().reserved + int(1.5 * size))
+        host_budget().limit(host_budget().reserved + size)
         for model in [*self.served, *self.served]:
             self.ask(model)
 
@@ -117,7 +117,7 @@ def switch(report: Report, settings: Settings) -> None:
     """Measure `switch_vs_bytes` and `switch_compiles`."""
     for configs in ("one", "three"):
         models = settings.models(configs) if not settings.serving.quick else {}
-        switching = Switching(models or _demo(settings))
+        switching = Switching(models or demo_models(settings))
         before = switching.compiles
         size = sum(file.stat().st_size for file in files_of(switching.served[0]))
         for tier in ("page cache", "disk"):
@@ -135,7 +135,7 @@ def switch(report: Report, settings: Settings) -> None:
         switching.models.close(drain=False)
 
 
-def _demo(settings: Settings) -> dict[str, Path]:
+def demo_models(settings: Settings) -> dict[str, Path]:
     """For a smoke test: the demo models."""
     demo = settings.serving.demo
     return {"a": demo, "b": demo.parent / "moe_demo_model", "c": demo}

@@ -1,13 +1,12 @@
 """A system of experts before it runs: checkpoints opened, memory reserved, costs measured, programs compiled."""
 
-import functools
 import itertools
 import logging
 import math
 import os
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -18,7 +17,9 @@ from jaxinfer.compiled import executable_store
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.errors import ConfigError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
+from jaxinfer.experts.execution.decider import InputDecider
 from jaxinfer.experts.execution.kinds import NOTHING, ExpertKind, kind_of
+from jaxinfer.experts.execution.lender import EXPERTS, HOST_CACHE, ExpertLender
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.experts.execution.place import Place
 from jaxinfer.experts.execution.profiler import Measured, measure
@@ -35,10 +36,7 @@ from jaxinfer.progress import ProgressOption, current_progress, long_work, showi
 from jaxinfer.serving.budget import (
     Budget,
     BudgetError,
-    Lender,
-    Offer,
     Reservation,
-    budget_of,
     default_max_waiting,
     host_budget,
     sizes_of,
@@ -91,7 +89,6 @@ class OpenedSystem:
         self.broken: dict[str, Exception] = {}
         self.experts: dict[str, OpenedExpert] = {}
         self._programs: dict[tuple[Architecture, Place], ArchitecturePrograms] = {}
-        self._managers: list[ExpertManager] = []  # the one of the scheduler that runs, once there is one
         config.graph()  # routes that cannot be are refused before anything is opened
         self.places = _places(config)
         self.host_bytes = config.host_memory // len(self.places[0].devices)  # all devices' parts of a copy are there
@@ -106,7 +103,7 @@ class OpenedSystem:
         self.max_waiting = config.max_waiting or default_max_waiting(largest)
         batches = sum(place.lanes * config.max_batch for place in self.places)
         in_memory = self.max_waiting + batches  # those in batches do not wait
-        self._reservation = _reserve(config, self.places, all_experts, in_memory * largest, self._managers)
+        self._reservation = _reserve(config, self.places, all_experts, in_memory * largest)
         self.check_memory()
 
     @classmethod
@@ -138,15 +135,11 @@ class OpenedSystem:
         )
 
     def make_runner(self, scheduler: Scheduler) -> ExpertRunner:
-        """Compile the programs of a scheduler's executors, and make the runner that carries out its actions.
-
-        From now on, `budgets` offer the memory of experts that this scheduler could evict.
-        """
+        """Compile the programs of a scheduler's executors, and make the runner that carries out its actions."""
         places = {x.pool.index: place for x, place in zip(scheduler.executors, self.places, strict=False)}
         with showing(self._progress):
             self._compile(scheduler.profiles, self.places[: len(scheduler.executors)])
         loader = self._loader([places[pool.index] for pool in scheduler.manager.pools])
-        self._managers[:] = [scheduler.manager]
         return ExpertRunner(scheduler.executors, self.places, self.experts, self._programs, loader)
 
     def check_memory(self, policy: Policy | None = None) -> None:
@@ -231,6 +224,12 @@ class OpenedSystem:
         """Note that an expert cannot be used, and why."""
         self.broken[name] = error
         log.warning("expert %s cannot be used: %s", name, error)
+
+    def lend(self, decider: InputDecider) -> None:
+        """Lend the memory of experts that a decider does not need, from now on."""
+        pools = {x.pool.index: place for x, place in zip(decider.scheduler.executors, self.places, strict=False)}
+        places = [pools[pool.index] for pool in decider.scheduler.manager.pools]
+        decider.lend(ExpertLender(decider.scheduler, decider.loader, decider.loop, self._reservation, places))
 
     def release(self) -> None:
         """Give the reserved memory back."""
@@ -364,58 +363,31 @@ def _reserve(
     places: Sequence[Place],
     all_experts: int,
     inputs: int,
-    managers: Sequence[ExpertManager],
 ) -> Reservation:
     """Reserve all that could be used of the memory given, on all devices and on the host.
 
     Args:
       all_experts: bytes of all experts together on each device, which no pool exceeds.
       inputs: bytes of the inputs that may be in memory.
-      managers: that of the scheduler that runs, once there is one, says which experts could leave.
 
     Raises ConfigError where a device or the host has less memory.
     """
     reservation, sizes = Reservation(f"System {config.name}"), Counter[tuple[Budget, str]]()
     for executor, place in zip(config.executors, places, strict=True):
         experts = min(executor.expert_memory, all_experts)
-        sizes += sizes_of(place.devices, {"experts": experts, "activations": executor.activation_memory or 0})
-    devices = defaultdict[Budget, Counter[str]](Counter)  # how many devices of each place have this budget
-    for place in set(places):
-        for device in place.devices:
-            devices[budget_of(device)][place.name] += 1
-    lenders: dict[tuple[Budget, str], Lender] = {
-        (budget, "experts"): Lender(functools.partial(_offer, managers, counts), _give)
-        for budget, counts in devices.items()
-    }
+        sizes += sizes_of(place.devices, {EXPERTS: experts, "activations": executor.activation_memory or 0})
     if config.policy.host_cache:
         copies = len(places[0].devices)
-        sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts * copies)
-        lenders[host_budget(), "host cache"] = Lender(functools.partial(_offer_of_host, managers, copies), _give)
+        sizes[host_budget(), HOST_CACHE] = min(config.host_memory, all_experts * copies)
     sizes[host_budget(), "inputs that wait"] = inputs
     remedy = (
         "give executors and the host cache less (expert_memory, activation_memory, host_memory), or lower max_waiting"
     )
     try:
-        reservation.resize(sizes, lenders=lenders, unused=True, remedy=remedy)
+        reservation.resize(sizes, unused=True, remedy=remedy)
     except BudgetError as error:
         raise ConfigError(str(error)) from error
     return reservation
-
-
-def _give(size: int) -> None:
-    """Give nothing yet."""
-
-
-def _offer(managers: Sequence[ExpertManager], devices: Mapping[str, int]) -> Offer:
-    """Offer the unused experts of places with so many devices each; one load restores an expert on all of them."""
-    offers = [(managers[0].offer(name), count) for name, count in devices.items()] if managers else []
-    return Offer(sum(offer.bytes * count for offer, count in offers), sum(offer.seconds for offer, _ in offers))
-
-
-def _offer_of_host(managers: Sequence[ExpertManager], devices: int) -> Offer:
-    """Offer the unused experts of the host cache, whose copies have a part for each of so many devices."""
-    offer = managers[0].offer_of_host() if managers else Offer(0, 0.0)
-    return offer._replace(bytes=offer.bytes * devices)
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:

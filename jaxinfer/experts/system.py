@@ -79,6 +79,7 @@ class System(Served):
             self._runner = self.opened.make_runner(self.scheduler)
             self.initial_experts = self._load_placed()
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
+        self.opened.lend(self._decider)
         self._decider.loop.stop_when_dropped(self)
 
     @classmethod

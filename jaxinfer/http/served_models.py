@@ -3,7 +3,6 @@
 import asyncio
 import enum
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,14 +16,13 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.residency import LONGEST_TURN, PREEMPT_AFTER, Residency
 from jaxinfer.http.turns import TurnMemory
 from jaxinfer.serving import NotLoadedError
+from jaxinfer.serving.use import Use
 from jaxinfer.text.parsing import AnswerFormat
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 10.0
 """Seconds after a failure to load a model until the next attempt."""
-USE_SECONDS = 300.0
-"""Seconds over which the use of a model is counted."""
 
 
 class State(enum.Enum):
@@ -35,34 +33,6 @@ class State(enum.Enum):
     LOADED = "loaded"
     SLEEPING = "sleeping"  # others may take its memory; a request wakes it, unless it is held asleep
     FAILED = "failed"  # a request tries again, after `RETRY_SECONDS`
-
-
-class Use:
-    """How often a model was asked lately.
-
-    Attributes:
-      last: when it was asked last, by `time.perf_counter`.
-    """
-
-    def __init__(self) -> None:
-        self.last, self._count = time.perf_counter(), 0.0
-
-    def note(self) -> None:
-        """Count a request."""
-        now = time.perf_counter()
-        self._count, self.last = self._decayed(now) + 1, now
-
-    def per_second(self, now: float) -> float:
-        """The requests a second, over about the last `USE_SECONDS`."""
-        return self._decayed(now) / USE_SECONDS
-
-    def expected(self) -> float:
-        """The seconds between two requests, over about the last `USE_SECONDS`; infinity if there was none."""
-        rate = self.per_second(time.perf_counter())
-        return 1 / rate if rate else math.inf
-
-    def _decayed(self, now: float) -> float:
-        return self._count * math.exp((self.last - now) / USE_SECONDS)
 
 
 class ServedModel:

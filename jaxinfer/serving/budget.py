@@ -49,7 +49,7 @@ class Offer(NamedTuple):
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What taking a byte costs: seconds to restore it, over the time until then; among equals, those seconds."""
+        """The cost of taking a byte: seconds to restore it, over the time until then; among equals, those seconds."""
         each = self.seconds / max(self.bytes, 1)
         return each / max(self.next_use, _SOON), each
 
@@ -150,7 +150,7 @@ class Budget:
         return table
 
     def offers(self, asker: "Reservation") -> Iterator[tuple["Reservation", Lender, Offer]]:
-        """What other owners would lend."""
+        """Yield the lenders of other owners, with what they offer."""
         for reservation in {held: None for held, _, _ in self._held()}:
             if reservation is not asker:
                 for lender in reservation.lenders_of(self):
@@ -298,7 +298,7 @@ class Reservation:
         return True
 
     def lenders_of(self, budget: Budget) -> list[Lender]:
-        """How its tenants of a budget lend."""
+        """The lenders among its tenants of a budget."""
         return [each for (where, _), each in self._lenders.items() if where is budget]
 
     def lacking(self, sizes: Sizes) -> Counter[Budget]:

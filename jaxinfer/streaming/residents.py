@@ -112,7 +112,7 @@ class Residents[Key: Hashable, Value]:
     def unpin(self, key: Key) -> None:
         """Undo one `pin`; mark the item as used now. Raises ValueError for one without pins."""
         if key not in self._items or not self._items[key].pins:
-            raise ValueError(f"{key!r} was released more often than acquired.")
+            raise ValueError(f"{key!r} was unpinned more often than pinned.")
         self._items[key].pins -= 1
         self.touch(key)
 

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxinfer
+from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.evaluation.experts.replay import Recorder, Replayer
 from jaxinfer.evaluation.experts.simulator import Simulator
@@ -33,6 +34,7 @@ from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling import quarantine
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 from jaxinfer.experts.system import IN_FLIGHT
+from jaxinfer.serving.budget import BudgetError, Reservation
 from jaxinfer.serving.errors import OverloadedError
 from tests.experts.boards import (
     CLASSIFIERS,
@@ -41,11 +43,13 @@ from tests.experts.boards import (
     answers,
     architecture,
     config,
+    expert_bytes,
     image,
     probabilities,
     save_classifiers,
     save_encoder,
 )
+from tests.tiny import save_tiny
 
 OWNER = "System of experts"
 ALONE = dataclasses.replace(COSTS, max_batch=1)
@@ -121,7 +125,64 @@ def test_budgets_say_what_experts_take_and_could_give_back(start):
     assert experts.bytes == min(2 * max(sizes), sum(sizes)) * 2
     assert 0 < experts.offer.bytes <= experts.bytes
     assert experts.offer.seconds > 0
-    assert others[0].offer == (0, 0)
+    assert others[0].offer.bytes == others[0].bytes, "it is empty"
+
+
+def test_unused_experts_are_lent_and_come_back(board, start):
+    """Others get the memory of all but one; once they give it back, the system has it again when it loads experts."""
+    system = start("c0", "c1", "c2", slots=3)
+    budget, size = system.budgets["the host"], expert_bytes(board / "c0")
+    names, pool = ("c0", "c1", "c2"), system.scheduler.manager.pools[0]
+    list(system.run(inputs(6, names=names)))
+    (before,) = [held for held in budget.holdings if (held.owner, held.tenant) == (OWNER, "experts")]
+    assert before.offer.bytes == before.bytes - size, "one always has room"
+    other, capacity = Reservation("another"), budget.capacity
+    try:
+        budget.capacity = budget.reserved
+        other.resize({(budget, "weights"): size + 1})
+        assert budget.reserved == budget.capacity
+        assert pool.budget == before.bytes - size - 1
+        assert len(system._runner.loader._resident) == len(pool.resident) == 1
+        for (name, value), result in zip(given := inputs(12, names=names), system.run(given), strict=True):
+            check(board, name, value, result)
+        with pytest.raises(BudgetError, match="evictable"):
+            other.resize({(budget, "weights"): 3 * size})
+        other.release()
+        system._decider._lender._retry_at = 0.0
+        while pool.budget < before.bytes:
+            for (name, value), result in zip(given := inputs(6, names=names), system.run(given), strict=True):
+                check(board, name, value, result)
+        assert budget.reserved == budget.capacity
+    finally:
+        budget.capacity = capacity
+
+
+@pytest.mark.slow
+def test_experts_make_room_for_a_language_model(board, start, tmp_path):
+    """Both go on: the model sleeps again, and the experts come back."""
+    names = ("c0", "c1", "c2")
+    system = start(*names, slots=3)
+    budget, capacity = system.budgets["the host"], system.budgets["the host"].capacity
+    options = {"max_batch": 1, "context": 32, "page_size": 8}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with AsyncLLM(save_tiny(tmp_path / "model"), asleep=True, **options) as llm:
+        needed = llm.needed[budget]
+        try:
+            budget.capacity = budget.reserved + needed - expert_bytes(board / "c0") // 2
+            list(system.run(inputs(6, names=names)))
+            llm.wake_up()
+            assert budget.reserved <= budget.capacity
+            assert system.scheduler.manager.pools[0].budget < 3 * expert_bytes(board / "c0")
+            answered = llm.submit("abc", params)
+            for (name, value), result in zip(given := inputs(12, names=names), system.run(given), strict=True):
+                check(board, name, value, result)
+            assert len(answered.result(60).outputs[0].token_ids) == 4
+            llm.sleep(level=0)
+            system._decider._lender._retry_at = 0.0
+            while not llm.reserved[budget] < needed:  # the system has asked for what it has lent
+                list(system.run(inputs(6, names=names)))
+        finally:
+            budget.capacity = capacity
 
 
 def test_an_event_loop(board, start):

@@ -140,6 +140,28 @@ def test_models_are_loaded_on_demand_and_make_room(make, expected):
     assert sum(model.llm.stats().compile_misses for model in server.models[1:]) == 0
 
 
+def test_what_costs_least_is_taken(make, expected, monkeypatch):
+    """Of two models in memory the one that is used more loses nothing, and is awake again at once."""
+    (texts, size), server, budget = expected, make(), host_budget()
+    monkeypatch.setattr(budget, "capacity", budget.reserved + int(2.3 * size))
+
+    async def main():
+        for name in "acccccccc":
+            assert await server.ask(name) == (200, texts[name])
+        server.a.llm._loaded.sleeper.weights.bytes_per_second = 1e15
+        monkeypatch.setattr(server.c.llm.engine, "cache_seconds", lambda **options: 1.0)
+        states = await server.states()
+        assert await server.ask("b") == (200, texts["b"])
+        return states, await server.states(), await server.ask("c")
+
+    states, after, again = run(main())
+    assert states == ["loaded", "unloaded", "loaded"]
+    assert after == ["sleeping", "loaded", "loaded"]
+    assert again == (200, texts["c"])
+    assert 0 < server.a.llm.reserved.total() < size, "it has lost a part"
+    assert server.served.residency.switches == 3
+
+
 def test_random_requests_of_all_models_at_once(make, expected):
     texts, _ = expected
     server, budget, over = make(), host_budget(), []

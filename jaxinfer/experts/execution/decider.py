@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxinfer.experts.errors import LoadError
 from jaxinfer.experts.execution.kinds import Judgement
+from jaxinfer.experts.execution.lender import ExpertLender
+from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.execution.observed import ObservedProfiles, Observer
 from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.results import Result, Stage
@@ -61,7 +63,17 @@ class InputDecider(Decider[InputTicket]):
         names = [executor.config.name for executor in scheduler.executors]
         lanes = [f"{kind}-{name}" for name in names for kind in ("executor", "loader")]
         self.loop = Loop(self, what="This system", name="experts", lanes=lanes, statistics=self.statistics)
+        self._lender: ExpertLender | None = None
         self.loop.start()
+
+    @property
+    def loader(self) -> ExpertLoader:
+        """What has the weights of the experts."""
+        return self._runner.loader
+
+    def lend(self, lender: ExpertLender) -> None:
+        """Take back by this lender, once there is work, what it has lent to others."""
+        self._lender = lender
 
     def serve(self, expert: str, value: np.ndarray, *, within: float | None, owner: object) -> TicketFuture[Result]:
         """Have an expert, and those that follow it, judge an input; `owner` lives until then.
@@ -96,11 +108,16 @@ class InputDecider(Decider[InputTicket]):
     def submit(self, ticket: InputTicket, now: float) -> None:
         with self.statistics.timing("scheduling_seconds"):
             self.scheduler.admit(ticket.request, now)
+        if self._lender is not None:
+            self._lender.use.note()
 
     def poll(self, now: float) -> Sequence[Work]:
         with self.statistics.timing("managing_seconds"):
             actions = self.scheduler.poll(now)
-        return [work for action in actions if (work := self._begin(action)) is not None]
+        works = [work for action in actions if (work := self._begin(action)) is not None]
+        if self._lender is not None and self._lender.wants_back():  # in a lane: others give it meanwhile
+            works.append(Work(self._lender.take_back, 1))
+        return works
 
     def done(self, done: Done) -> None:
         match done.work.what:

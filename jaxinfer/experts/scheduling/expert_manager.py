@@ -58,7 +58,8 @@ class ExpertManager:
             configs = [_joined(configs)]
         self.pools: list[ModelPool] = []
         self.executors: list[ExecutorState] = []
-        self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
+        self._host_bytes = host_bytes if policy.host_cache else 0
+        self._host: Residents[str, None] = Residents(self._host_bytes, order=self._host_order)
         self._homes: dict[str, int] = {}
         self._pinned: Counter[int] = Counter()  # bytes of the experts at home in each pool
         self._limited: dict[int, float] = {}  # pools limited to less memory than was given, until when
@@ -269,23 +270,70 @@ class ExpertManager:
             self._host.unpin(load.expert)
             self._host.remove(load.expert)
 
-    # -- memory offered to others --
+    # -- memory lent to other owners --
 
-    def offer(self, device: str) -> Offer:
-        """Offer the memory of unused experts on a device, at the seconds of loading them again.
+    def offer(self, pool: ModelPool) -> Offer:
+        """The bytes of each device that a pool could lend, and the seconds to load its experts again.
 
-        device: as executors' configs name it; of a mesh the offer is that of each device.
+        It keeps its pinned experts and room for any other, and the experts that requests wait for.
         """
-        users = {x.pool.index: x for x in self.executors if x.config.device == device}
-        unused = [(executor, name) for executor in users.values() for name in executor.pool.unused]
-        seconds = (self.profile(x, name).load_seconds(self.tier(name, x.pool)[0]) for x, name in unused)
-        return Offer(sum(self.graph.experts[name].bytes for _, name in unused), sum(seconds))
+        executor = next(x for x in self.executors if x.pool is pool)
+        keep = {*self._about_to_run(pool), *_next_uses(self.executors)}
+        unused = [name for name in pool.unused if name not in keep]
+        seconds = (self.profile(executor, name).load_seconds(self.tier(name, pool)[0]) for name in unused)
+        own = self._own_bytes(pool)
+        spare = own - pool.used + sum(self.graph.experts[name].bytes for name in unused)
+        return Offer(max(min(spare, own - self._floor(pool)), 0), sum(seconds))
+
+    def lend(self, pool: ModelPool, size: int) -> Evict | None:
+        """Lend bytes of a pool until `take_back`; returns the action that evicts the experts, None if it cannot."""
+        executor = next(x for x in self.executors if x.pool is pool)
+        keep = [*self._about_to_run(pool), *_next_uses(self.executors)]
+        victims = pool.lend(self._own_bytes(pool) - size, keep=keep)
+        if victims is None:
+            return None
+        evictions, dropped = self._leave(executor, victims)
+        return Evict(executor=executor.index, pool=pool.index, evictions=evictions, dropped=dropped)
+
+    def _own_bytes(self, pool: ModelPool) -> int:
+        """The bytes of a pool that experts could fill."""
+        return min(pool.budget, self._all_bytes)
+
+    @property
+    def _all_bytes(self) -> int:
+        return sum(expert.bytes for expert in self.graph.experts.values())
+
+    def _floor(self, pool: ModelPool) -> int:
+        """The bytes that a pool needs to run any expert that it can run now."""
+        users = [x for x in self.executors if x.pool is pool]
+        kinds = {(x.architecture, x.bytes): x for x in self.graph.experts.values()}.values()
+        needs = [
+            expert.bytes + missing_bytes(x, self.profile(x, expert.name))
+            for x in users
+            for expert in kinds
+            if self.can_serve(x, expert)
+        ]
+        return self._pinned[pool.index] + max(needs, default=0)
 
     def offer_of_host(self) -> Offer:
-        """Offer the memory of unused experts in the host cache, at the seconds that loading from disk takes longer."""
+        """The bytes that the host cache could lend, at the seconds that loading from disk takes longer."""
         unused = [self.graph.experts[name] for name in self._host.unpinned]
         seconds = sum(min(map(_saved_by_host, self._profiles_of(expert))) for expert in unused)
-        return Offer(sum(expert.bytes for expert in unused), seconds)
+        spare = min(self._host.budget, self._all_bytes) - self._host.used
+        return Offer(max(spare + sum(expert.bytes for expert in unused), 0), seconds)
+
+    def lend_of_host(self, size: int) -> tuple[str, ...]:
+        """Lend bytes of the host cache until `take_back`, at most what was offered; return the experts that leave."""
+        own = min(self._host.budget, self._all_bytes) - size
+        dropped = tuple(self._host.evict(max(self._host.budget - own, 0)))
+        self._host.budget = own
+        return dropped
+
+    def take_back(self) -> None:
+        """Have all memory again that was lent."""
+        for pool in self.pools:
+            pool.take_back()
+        self._host.budget = self._host_bytes
 
     def _profiles_of(self, expert: ExpertInfo) -> list[Profile]:
         processors = {executor.config.processor for executor in self.executors}
@@ -294,8 +342,8 @@ class ExpertManager:
 
     # -- memory of batches --
 
-    def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
-        """Reserve memory for a batch and its expert until `take_back`, evicting experts; return None if impossible."""
+    def reserve(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
+        """Reserve memory for a batch and its expert until `give_back`, evicting experts; return None if impossible."""
         pool = executor.pool
         spare_bytes = 0 if pool.has(expert) else self.graph.experts[expert].bytes
         keep = [expert, *self._about_to_run(pool)]
@@ -305,8 +353,8 @@ class ExpertManager:
         evictions, dropped = self._leave(executor, victims)
         return Evict(executor=executor.index, pool=executor.pool.index, evictions=evictions, dropped=dropped)
 
-    def take_back(self, executor: ExecutorState) -> None:
-        """Undo `lend`, if there was one."""
+    def give_back(self, executor: ExecutorState) -> None:
+        """Undo `reserve`, if there was one."""
         executor.pool.give_back(_activations(executor))
 
     def will_free(self, executor: ExecutorState) -> bool:
@@ -368,7 +416,7 @@ def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:
 
 
 def _activations(executor: ExecutorState) -> str:
-    """The name under which a pool lends memory to an executor's batch; no expert has it."""
+    """The name under which a pool reserves memory for an executor's batch; no expert has it."""
     return f"\0{executor.index}"
 
 

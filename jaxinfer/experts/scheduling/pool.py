@@ -25,7 +25,7 @@ class ModelPool:
 
     def __init__(self, index: int, budget: int, order: EvictionOrder):
         self.index, self.loading = index, set[str]()
-        self._given, self._order, self._keep = budget, order, frozenset[str]()
+        self._given, self._own, self._order, self._keep = budget, budget, order, frozenset[str]()
         self._residents: Residents[str, None] = Residents(budget, order=self._may_leave)
         self._loads: dict[str, int] = {}  # sequence number of each load, from 0
         self._reserved: dict[str, int] = {}
@@ -36,8 +36,24 @@ class ModelPool:
         return self._residents.budget
 
     def limit(self, size: int | None) -> None:
-        """Limit the budget, not below the bytes used; None: the full one."""
-        self._residents.budget = self._given if size is None else min(self._given, size)
+        """Limit the budget, not below the bytes used; None: all that is not lent."""
+        self._residents.budget = self._own if size is None else min(self._own, size)
+
+    def lend(self, own: int, *, keep: Iterable[str] = ()) -> list[str] | None:
+        """Keep only so many bytes of the budget until `take_back`; return the evicted experts.
+
+        Returns None, and changes nothing, if experts in use, being loaded, or in `keep` take more.
+        """
+        victims = self._make_room(max(self.budget - own, 0), keep)
+        if victims is not None:
+            self._own = own
+            self.limit(self.budget)
+        return victims
+
+    def take_back(self) -> None:
+        """Have the full budget again."""
+        self._own = self._given
+        self.limit(None)
 
     @property
     def used(self) -> int:

@@ -119,6 +119,10 @@ class Scheduler:
             return []
         return self._quarantine(load, error, now)
 
+    def wake(self) -> None:
+        """Look for what can begin, in the next `poll`: there is more memory."""
+        self._settled = False
+
     def retry(self, expert: str) -> None:
         """Allow an expert that failed to load to be loaded again at once."""
         self._quarantines.lift(expert)
@@ -272,7 +276,7 @@ class Scheduler:
             if executor.loading is not None and not pool.has(group.expert):
                 return False  # otherwise each could hold room for one part and wait for the other's
             missing = missing_bytes(executor, profile)
-            evict = self.manager.lend(executor, missing, group.expert)
+            evict = self.manager.reserve(executor, missing, group.expert)
             if evict is None:
                 if self.manager.will_free(executor):
                     return False
@@ -370,7 +374,7 @@ class Scheduler:
         self._settled = False
         if executor.executing:
             executor.pool.unpin(executor.batch.expert)
-        self.manager.take_back(executor)
+        self.manager.give_back(executor)
         executor.batch, executor.executing = None, False
 
     def _take_all(self, executor: ExecutorState) -> list[Request]:

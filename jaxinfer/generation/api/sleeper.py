@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import threading
-import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,15 +30,13 @@ from jaxinfer.serving.budget import (
 )
 from jaxinfer.serving.errors import ClosedError
 
-BYTES_PER_SECOND = 1e9
-"""At which weights are assumed to be read until some were."""
-
 
 class Sleeper:
     """The memory of an engine that may sleep.
 
-    While it sleeps, others who ask the ledger take what they need of it: first the KV cache with all that belongs to
-    it, then weights, part by part. Nothing of it is lent while the engine is awake.
+    While it sleeps, others who ask the ledger take what they need of it: the KV cache with all that belongs to it, and
+    weights, part by part. The cache costs what its tokens are worth (`Engine.cache_seconds`). Nothing is lent while the
+    engine is awake.
 
     Args:
       engine: the engine.
@@ -69,13 +67,13 @@ class Sleeper:
         asleep: bool,
     ):
         self.weights, self.sizes = weights, sizes
-        self._engine, self._model, self._reservation = engine, model, reservation
+        self._engine, self._model = engine, model
+        self._reservation = weakref.proxy(reservation)  # which has the lenders, and so this
         self._state, self._host_pages = dict[str, int](), dict[str, int]()  # bytes of each device, of the host
         if memory is not None:
             self._state = {tenant: size for tenant, size in memory.tenants.items() if tenant != "weights"}
             self._host_pages = memory.host_tenants
         self._asleep, self._has_state, self._has_host_pages = asleep, not asleep, not asleep
-        self._bytes_per_second = BYTES_PER_SECOND
         self.lock = threading.RLock()  # entered itself: see `futures`
         self.next_use: Callable[[], float] = lambda: math.inf
         self.pinned = False
@@ -107,16 +105,12 @@ class Sleeper:
         """
         with keeping_spares():
             self._reservation.resize(self.sizes, unused=True)
-            begun, missing = time.perf_counter(), -self.weights.device_bytes
             try:
                 leaves = self.weights.load()
                 self._engine.wake_up(leaves)
             except BaseException:
                 self._give_up()
                 raise
-            missing += self.weights.device_bytes
-            if missing > 0:
-                self._bytes_per_second = missing / max(time.perf_counter() - begun, 1e-6)
             self._set_leaves(leaves)
             self._asleep, self._has_state, self._has_host_pages = False, True, True
 
@@ -160,32 +154,45 @@ class Sleeper:
 
     def _lenders(self) -> Lenders:
         devices, lenders = devices_of(self._model.mesh), dict[tuple[Budget, str], Lender]()
+        state, kept = sizes_of(devices, self._state), sizes_of([], {}, host=self._host_pages)
 
-        def lend(places: Iterable[tuple[Budget, str]], free: Callable[[int], None]) -> None:
+        def lend(places: Iterable[tuple[Budget, str]], free: Callable[[int], None], cost: Callable[[], float]) -> None:
             for place in places:
-                lenders[place] = Lender(functools.partial(self._offer, place), functools.partial(self._give, free))
+                offer = functools.partial(self._offer, place, cost)
+                lenders[place] = Lender(offer, functools.partial(self._give, free))
 
-        lend([(host_budget(), "weights")], lambda size: self.weights.release_host())
+        def reading() -> float:
+            return 1 / self.weights.bytes_per_second
+
+        lend([(host_budget(), "weights")], lambda size: self.weights.release_host(), reading)
         for budget, count in Counter(map(budget_of, devices)).items():
-            lend([(budget, "weights")], functools.partial(self._free_weights, count))
-        lend(sizes_of(devices, self._state), lambda size: self._free_state())
-        lend(sizes_of([], {}, host=self._host_pages), lambda size: self._free_host_pages())
+            lend([(budget, "weights")], functools.partial(self._free_weights, count), reading)
+        lend(state, lambda size: self._free_state(), lambda: self._engine.cache_seconds() / state.total())
+        lend(
+            kept,
+            lambda size: self._free_host_pages(),
+            lambda: self._engine.cache_seconds(on_host=True) / kept.total(),
+        )
         return lenders
 
-    def _offer(self, place: tuple[Budget, str]) -> Offer:
+    def _offer(self, place: tuple[Budget, str], cost: Callable[[], float]) -> Offer:
+        """The part of a memory that it still has. cost: the seconds to have a byte of it again."""
         size = self._reservation.sizes.get(place, 0)
-        if self.pinned:
+        if self.pinned or not size:
             return Offer(0, 0.0)
-        return Offer(size, size / self._bytes_per_second if place[1] == "weights" else 0.0, self.next_use())
+        with contextlib.suppress(ClosedError):
+            return Offer(size, size * cost(), self.next_use())
+        return Offer(0, 0.0)
 
     def _give(self, free: Callable[[int], None], size: int) -> None:
-        """Free memory for others, unless it falls asleep or wakes up just now."""
+        """Free memory for others, unless it falls asleep or wakes up just now, or is closed."""
         if not self.lock.acquire(blocking=False):
             return
         try:
             if self._asleep:
-                free(size)
-                self._shrink()
+                with contextlib.suppress(ClosedError):
+                    free(size)
+                    self._shrink()
         finally:
             self.lock.release()
 

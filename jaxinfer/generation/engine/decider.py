@@ -187,7 +187,7 @@ class RequestDecider(Decider[RequestTicket]):
         begun = [x for x in self.queue if x.key not in tickets or not (x in not_added or all(map(waits, x.sequences)))]
         self._aborts += self.queue.update(begun, done.ended, limited=not self._paused)
         self._steps = False
-        if self._halting:
+        if self._halting and done.work.run == self._halt:  # a step that ran then has left others in flight
             self._halting, self._halted = False, done.ended
             self._drained.set()
         self._note_drained()

@@ -15,7 +15,7 @@ from jaxinfer.compiled import Clock, Origin
 from jaxinfer.compiled.background import StoppedError
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
-from jaxinfer.generation.engine.config import SharedConfig
+from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_tier import PageTier
@@ -339,6 +339,22 @@ class Engine:
         with self._lock, _Change(self):
             self.scheduler.restart()
             self.executor.free_state()
+
+    def cache_seconds(self, *, on_host: bool = False) -> float:
+        """The seconds to compute the cached tokens again, as far as they are expected to be needed.
+
+        Those of requests that have begun are; of others as many as the share of prompts that was in the cache so far.
+
+        on_host: the pages that the host keeps, in place of those of the devices.
+        """
+        chunk, config, pools = self.executor.chunk_seconds, self._config, self.scheduler.pools
+        if chunk is None or not isinstance(config, EngineConfig):
+            return 0.0
+        stats = self.stats()
+        on_host_now = 0 if stats.host_kv is None else stats.host_kv.pages
+        cached = on_host_now if on_host else sum(pool.cached for pool in pools)
+        used = 0 if on_host else sum(pool.count - pool.free for pool in pools)
+        return (used + stats.cache_hit_rate * cached) * config.page_size / config.chunk_size * chunk
 
     def wake_up(self, leaves: list[Any]) -> None:
         """Go on after `sleep`, with these weights, in the order in which programs take them. Raises ClosedError."""

@@ -100,6 +100,11 @@ class PagePool:
         """Pages without references, whether or not they are in the tree."""
         return len(self._empty) + len(self._unreferenced)
 
+    @property
+    def cached(self) -> int:
+        """Pages in the tree without references."""
+        return len(self._unreferenced)
+
     def pages_for(self, tokens: int) -> int:
         """The number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)

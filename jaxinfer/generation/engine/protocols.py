@@ -105,6 +105,11 @@ class Executor(Protocol):
         """The record of their times, to which every step is added."""
         ...
 
+    @property
+    def chunk_seconds(self) -> float | None:
+        """The fewest seconds that a chunk of a prompt has taken; None if that is unknown."""
+        ...
+
     def report(self) -> ExecutorReport:
         """Return what it has needed and done so far; from any thread."""
         ...

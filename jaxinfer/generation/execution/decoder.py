@@ -105,6 +105,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._restarting = False  # whether `restart` has begun and not ended
         self._on_host = state.layout.platform == "cpu"  # results, which JAX would copy or look up at some cost
 
+    @property
+    def chunk_seconds(self) -> float | None:
+        """The fewest seconds of a chunk, as in `Executor`."""
+        return self._pass_costs.chunk_seconds()
+
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it.
 

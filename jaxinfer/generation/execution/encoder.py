@@ -79,6 +79,11 @@ class EncoderExecutor(BaseExecutor[ShapeBuckets]):
         super().__init__(programs, passes, config, clock, costs)
         self.passes, self._buckets = passes, buckets
 
+    @property
+    def chunk_seconds(self) -> float | None:
+        """None: no prompt goes through it in chunks."""
+        return None
+
     def sleep(self) -> None:
         """Free the weights, as in `Executor`."""
         self.passes.leaves = []

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import pathlib
+import time
 
 import jax
 
@@ -15,6 +16,8 @@ from jaxinfer.streaming.layer_folders import divide_leaves, open_layer_files
 
 log = logging.getLogger(__name__)
 
+BYTES_PER_SECOND = 1e9
+"""The speed at which weights are assumed to be read until some were."""
 PARTS = 16
 """Parts that the weights of a model are divided into; each is given back and read by itself."""
 
@@ -61,10 +64,14 @@ class WholeWeights:
       opened: the model.
       folder: the folder of these files; None: as `open_layer_files` chooses.
       leaves: the weights, if they are on the devices.
+
+    Attributes:
+      bytes_per_second: the speed at which parts were read last.
     """
 
     def __init__(self, opened: OpenedModel, folder: pathlib.Path | None = None, leaves: list[jax.Array] | None = None):
         self._opened, self._folder = opened, folder
+        self.bytes_per_second = BYTES_PER_SECOND
         self._stores: list[DiskStore] = []
         self._parts = self._divided() if leaves is None else [self._undivided(leaves)]
 
@@ -116,13 +123,18 @@ class WholeWeights:
             left -= part.bytes
         if to_disk and size is None:
             self.release_host()
-        if not (self.device_bytes or self.host_bytes):
-            self._parts = self._divided()
+        self._divide()
 
     def release_host(self) -> None:
         """Free the copies in the host's memory."""
         for part in self._parts:
             part.free_host()
+        self._divide()
+
+    def _divide(self) -> None:
+        """Have all parts come back from their files, once nothing is left of what came from the checkpoint."""
+        if not (self.device_bytes or self.host_bytes):
+            self._parts = self._divided()
 
     def _from_host(self, part: _Part) -> None:
         assert part.on_host is not None
@@ -143,7 +155,7 @@ class WholeWeights:
 
     def _fetch(self) -> None:
         """Read the parts that are missing, all at a time."""
-        stores, begun = self._open(), list[tuple[_Part, Fetch]]()
+        stores, begun, start = self._open(), list[tuple[_Part, Fetch]](), time.perf_counter()
         try:
             begun += [
                 (part, stores[index].start(index)) for index, part in enumerate(self._parts) if part.leaves is None
@@ -159,6 +171,7 @@ class WholeWeights:
             raise
         for part, fetch in begun:
             part.fetch = fetch
+        self.bytes_per_second = sum(part.bytes for part, _ in begun) / (time.perf_counter() - start)
 
     def _open(self) -> list[DiskStore]:
         """The files of all parts: a store for each, whose buffers are as large as the part."""
