@@ -68,7 +68,7 @@ class InputDecider(Decider[InputTicket]):
 
     @property
     def loader(self) -> ExpertLoader:
-        """What has the weights of the experts."""
+        """The holder of the experts' weights."""
         return self._runner.loader
 
     def lend(self, lender: ExpertLender) -> None:

@@ -25,8 +25,10 @@ from jaxinfer.serving.budget import (
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.use import Use
 
-EXPERTS, HOST_CACHE = "experts", "host cache"
-"""The tenants that lend."""
+EXPERTS = "experts"
+"""The tenant of pools."""
+HOST_CACHE = "host cache"
+"""The tenant of experts that left a device."""
 RETRY_SECONDS = 10.0
 """Seconds after which memory is asked for again that nobody would give back."""
 

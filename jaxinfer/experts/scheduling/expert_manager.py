@@ -281,9 +281,9 @@ class ExpertManager:
         keep = {*self._about_to_run(pool), *_next_uses(self.executors)}
         unused = [name for name in pool.unused if name not in keep]
         seconds = (self.profile(executor, name).load_seconds(self.tier(name, pool)[0]) for name in unused)
-        own = self._own_bytes(pool)
-        spare = own - pool.used + sum(self.graph.experts[name].bytes for name in unused)
-        return Offer(max(min(spare, own - self._floor(pool)), 0), sum(seconds))
+        full = self._own_bytes(pool)
+        spare = full - pool.used + sum(self.graph.experts[name].bytes for name in unused)
+        return Offer(max(min(spare, full - self._floor(pool)), 0), sum(seconds))
 
     def lend(self, pool: ModelPool, size: int) -> Evict | None:
         """Lend bytes of a pool until `take_back`; returns the action that evicts the experts, None if it cannot."""
@@ -324,9 +324,9 @@ class ExpertManager:
 
     def lend_of_host(self, size: int) -> tuple[str, ...]:
         """Lend bytes of the host cache until `take_back`, at most what was offered; return the experts that leave."""
-        own = min(self._host.budget, self._all_bytes) - size
-        dropped = tuple(self._host.evict(max(self._host.budget - own, 0)))
-        self._host.budget = own
+        budget = min(self._host.budget, self._all_bytes) - size
+        dropped = tuple(self._host.evict(max(self._host.budget - budget, 0)))
+        self._host.budget = budget
         return dropped
 
     def take_back(self) -> None:

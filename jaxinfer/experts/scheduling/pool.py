@@ -39,14 +39,14 @@ class ModelPool:
         """Limit the budget, not below the bytes used; None: all that is not lent."""
         self._residents.budget = self._own if size is None else min(self._own, size)
 
-    def lend(self, own: int, *, keep: Iterable[str] = ()) -> list[str] | None:
+    def lend(self, rest: int, *, keep: Iterable[str] = ()) -> list[str] | None:
         """Keep only so many bytes of the budget until `take_back`; return the evicted experts.
 
         Returns None, and changes nothing, if experts in use, being loaded, or in `keep` take more.
         """
-        victims = self._make_room(max(self.budget - own, 0), keep)
+        victims = self._make_room(max(self.budget - rest, 0), keep)
         if victims is not None:
-            self._own = own
+            self._own = rest
             self.limit(self.budget)
         return victims
 

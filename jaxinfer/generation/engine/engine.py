@@ -343,7 +343,7 @@ class Engine:
     def cache_seconds(self, *, on_host: bool = False) -> float:
         """The seconds to compute the cached tokens again, as far as they are expected to be needed.
 
-        Those of requests that have begun are; of others as many as the share of prompts that was in the cache so far.
+        All those of requests that have begun are needed. Of others it is the share of prompts that was in the cache.
 
         on_host: the pages that the host keeps, in place of those of the devices.
         """
