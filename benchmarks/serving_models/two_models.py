@@ -97,10 +97,12 @@ def swapped(models: Mapping[str, Path], options: Mapping[str, Any], load: Load) 
 
 def two_models(report: Report, settings: Settings) -> None:
     """Measure `two_models_goodput` and `two_models_vs_reload`, with a cache of the weights' type and one of int8."""
-    models = demo_models(settings) if settings.serving.quick else settings.models("one")
+    quick = settings.serving.quick
+    models = demo_models(settings) if quick else settings.models("one")
     models = {name: models[name] for name in NAMES}
-    for cache in CACHES:
-        options = {"max_batch": BURST, "context": 4 * TOKENS} | ({} if cache is None else {"kv_dtype": cache})
+    for cache in CACHES[:1] if quick else CACHES:
+        options: dict[str, Any] = {"max_batch": 2 if quick else BURST, "context": 4 * TOKENS}
+        options |= {} if cache is None else {"kv_dtype": cache}
         compare(report, settings, models, options, "" if cache is None else f"_{cache}")
 
 

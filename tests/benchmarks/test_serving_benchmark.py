@@ -13,6 +13,7 @@ from benchmarks.serving.compare import add_checks
 from benchmarks.serving.load import Load, count_events
 from benchmarks.serving.overload import under_overload
 from benchmarks.serving.run_async import step_ms
+from benchmarks.serving_models.two_models import make_bursts
 from jaxinfer.evaluation.serving.client import RequestRecord
 from jaxinfer.evaluation.serving.figures import Objective
 
@@ -110,3 +111,10 @@ def test_a_quick_run(tmp_path):
     others = ("front_end_events_per_s", "health_p99_ms", "overload_goodput", "restart_ready_s")
     assert all(0 < checks[name]["value"] < math.inf for name in others)
     assert {"engine_ms_64_streams", "server_overhead"} <= checks.keys()
+
+
+def test_bursts_go_to_two_models_in_turn():
+    load = make_bursts(8.0, 24.0)
+    assert [name for name, _ in load[::16]] == ["a", "b", "a"]
+    assert [request.arrival for _, request in load[15:18]] == [0.0, 8.0, 8.0]
+    assert {(len(request.prompt), request.output_tokens) for _, request in load} == {(64, 64)}
