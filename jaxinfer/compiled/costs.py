@@ -172,10 +172,13 @@ class CostTable:
 
     Args:
       costs: by program and sizes.
+
+    Attributes:
+      costs: as given.
     """
 
     def __init__(self, costs: Mapping[Key, Cost]):
-        self._costs = dict(costs)
+        self.costs = dict(costs)
         self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
 
     def for_sizes(self, name: str, /, **sizes: int) -> Cost | None:
@@ -205,7 +208,7 @@ class CostTable:
         Returns:
           The line, or None unless the costs of two different sizes are known.
         """
-        known = sorted({dict(bucket)[over] for n, bucket in self._costs if n == name and over in dict(bucket)})
+        known = sorted({dict(bucket)[over] for n, bucket in self.costs if n == name and over in dict(bucket)})
         costs = {size: cost for size in known if (cost := self.for_sizes(name, **sizes, **{over: size}))}
         if len(costs) < 2:
             return None
@@ -217,7 +220,7 @@ class CostTable:
         key = name, frozenset(sizes.items())
         if key not in self._matching:
             self._matching[key] = [
-                self._costs[n, bucket] for n, bucket in self._costs if n == name and key[1] <= {*bucket}
+                self.costs[n, bucket] for n, bucket in self.costs if n == name and key[1] <= {*bucket}
             ]
         return self._matching[key]
 

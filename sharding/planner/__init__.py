@@ -7,7 +7,7 @@ takes), then `costs.py` (what a pass through some layers takes: a roofline, and 
 """
 
 from jaxinfer.sharding.planner.catalogue import Catalogue
-from jaxinfer.sharding.planner.costs import Seconds, System
+from jaxinfer.sharding.planner.costs import Runner, Seconds, System, Tokens
 from jaxinfer.sharding.planner.hardware import Device
 from jaxinfer.sharding.planner.plans import Plan, Prediction, Ways, Workload, predict
 from jaxinfer.sharding.planner.search import NothingFitsError, rank
@@ -21,8 +21,10 @@ __all__ = [
     "NothingFitsError",
     "Plan",
     "Prediction",
+    "Runner",
     "Seconds",
     "System",
+    "Tokens",
     "Ways",
     "Workload",
     "predict",

@@ -7,6 +7,7 @@ then its exchanges, and the overheads of the system that runs it. Shares of peak
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable
 
 from jaxinfer.sharding.planner.hardware import Device
@@ -41,7 +42,11 @@ class Seconds:
     @property
     def total(self) -> float:
         """All of them."""
-        return math.fsum(dataclasses.astuple(self))
+        return math.fsum(self._parts)
+
+    @property
+    def _parts(self) -> tuple[float, float, float, float, float, float]:
+        return self.memory, self.compute, self.exchange, self.overhead, self.fetch, self.bubble
 
     @property
     def bound(self) -> str:
@@ -49,11 +54,18 @@ class Seconds:
         return max(dataclasses.asdict(self).items(), key=lambda item: item[1])[0]
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        mine, others = dataclasses.asdict(self), dataclasses.asdict(other)
-        return Seconds(**{name: mine[name] + others[name] for name in mine})
+        return Seconds.from_parts(map(operator.add, self._parts, other._parts))
 
     def __mul__(self, factor: float) -> "Seconds":
-        return Seconds(**{name: factor * seconds for name, seconds in dataclasses.asdict(self).items()})
+        return Seconds.from_parts(factor * part for part in self._parts)
+
+    @classmethod
+    def from_parts(cls, parts: Iterable[float]) -> "Seconds":
+        """Make one from the seconds of each cause, in the order of the attributes."""
+        memory, compute, exchange, overhead, fetch, bubble = parts
+        return cls(
+            memory=memory, compute=compute, exchange=exchange, overhead=overhead, fetch=fetch, bubble=bubble
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -106,17 +106,21 @@ def build_engine(
             original = model.description.config
             assert isinstance(original, DecoderConfig)
             adapters = AdapterCache(*sizes, model.description.family, original)
-        pass_costs = PassCosts(
-            costs,
-            config.num_speculative_tokens,
-            name=plan.way.value,
-            stages=plan.stages,
-            chunks=plan.decoder_buckets.chunks,
-        )
+        pass_costs = plan.pass_costs(costs, config.num_speculative_tokens)
         executor = _decoder_executor(model, config, plan, pass_costs, processors, clock, asleep=asleep)
         tier = _page_tier(plan, disk_kv, executor.state.layout, costs)
-        lanes = _decoder_lanes(model, config, plan, pass_costs, adapters, tier)
-        scheduler = LaneScheduler(lanes) if len(lanes) > 1 else lanes[0]
+        identity = None if tier is None else _page_identity(model, config, adapters)
+        lanes = decoder_lanes(
+            config,
+            plan,
+            pass_costs,
+            platform=model.platform,
+            lanes=model.lanes,
+            adapters=adapters,
+            tier=tier,
+            identity=identity,
+        )
+        scheduler = scheduler_of(lanes)
         restoring = [lane.allocator.restoring for lane in lanes if lane.allocator.restoring is not None]
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
@@ -144,16 +148,30 @@ def _page_tier(plan: Plan, disk_kv: BlockFolder | None, layout: DeviceLayout, co
     return disk if host is None else host
 
 
-def _decoder_lanes(
-    model: LoadedModel,
+def decoder_lanes(
     config: EngineConfig,
     plan: Plan,
     costs: PassCosts,
-    adapters: AdapterCache | None,
-    tier: PageTier | None,
+    *,
+    platform: str,
+    lanes: int = 1,
+    adapters: AdapterCache | None = None,
+    tier: PageTier | None = None,
+    identity: Callable[[Hashable], bytes] | None = None,
 ) -> list[DecoderScheduler]:
-    """Make the schedulers of a decoder, one for each lane of its mesh."""
-    arrivals, identity = itertools.count(), None if tier is None else _page_identity(model, config, adapters)
+    """Make the schedulers of a decoder, one for each lane of its mesh.
+
+    Args:
+      config: the engine's sizes.
+      plan: its pages and buckets.
+      costs: the times of passes, by which they choose.
+      platform: "cpu" or "gpu".
+      lanes: how many lanes its mesh has.
+      adapters: the adapters on the device; None: there is no room for any.
+      tier: keeps the pages that the devices forget; None: nothing does.
+      identity: hashes what a page depends on in addition to tokens; None if no tier keeps pages.
+    """
+    arrivals = itertools.count()
 
     def lane() -> DecoderScheduler:
         pool = PagePool(plan.num_pages, config.page_size, identity)
@@ -164,11 +182,16 @@ def _decoder_lanes(
             adapters,
             costs=costs,
             restoring=None if tier is None else Restoring(pool, tier, costs, config.chunk_size),
-            step_seconds=step_seconds(model.platform),
+            step_seconds=step_seconds(platform),
             arrivals=arrivals,
         )
 
-    return [lane() for _ in range(model.lanes)]
+    return [lane() for _ in range(lanes)]
+
+
+def scheduler_of(lanes: list[DecoderScheduler]) -> DecoderScheduler | LaneScheduler:
+    """The scheduler of all lanes."""
+    return LaneScheduler(lanes) if len(lanes) > 1 else lanes[0]
 
 
 def _page_identity(

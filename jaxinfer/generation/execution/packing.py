@@ -89,7 +89,7 @@ class Packer:
     def pass_through(self, batch: Batch) -> Command:
         """The command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
         lanes = batch.lanes
-        sizes, used = self._sizes(batch)
+        sizes, used = pass_sizes(batch, self.buckets, self.layout.num_stages)
         places = [sizes.places(len(lane.rows), used) for lane in lanes]
         bitmask, schedule = None, None
         if [part for part in batch.parts if part.bitmask is not None]:
@@ -107,22 +107,6 @@ class Packer:
             schedule,
         )
         return Command(sizes, inputs)
-
-    def _sizes(self, batch: Batch) -> tuple[Pass, int]:
-        """The sizes of a pass, the largest of all lanes, and how many micro-batches of it are not empty."""
-        buckets, stages = self.buckets, self.layout.num_stages
-        chunks, rows = max([len(lane.chunks) for lane in batch.lanes]), max([len(lane.rows) for lane in batch.lanes])
-        pages = round_up(max([len(part.pages) for part in batch.parts]), buckets.page_tables)
-        speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
-        if stages > 1 and chunks:
-            sizes = prefill_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
-            used = -(-chunks // (sizes.chunks // sizes.micro_batches))
-            each = round_up(-(-rows // used), buckets.prefill_rows)
-            return dataclasses.replace(sizes, batch=each * sizes.micro_batches), used
-        rows_padded = round_up(rows, buckets.prefill_rows if chunks else buckets.decode_rows)
-        if stages > 1:
-            return decode_sizes(batch.micro_batches, rows_padded, speculative, pages), min(batch.micro_batches, rows)
-        return Pass(chunks=padded, batch=rows_padded, speculative=speculative, pages=pages), 1
 
     def _gathers(self, batch: Batch) -> list[Command]:
         """The commands that copy pages for the host."""
@@ -208,6 +192,25 @@ class Packer:
         limits = np.zeros(sizes.batch, np.int32)
         limits[list(places)] = [row.num_speculative_tokens for row in rows]
         return limits
+
+
+def pass_sizes(batch: Batch, buckets: Buckets, stages: int = 1) -> tuple[Pass, int]:
+    """The sizes of a batch's pass, the largest of all lanes, and how many micro-batches of it are not empty.
+
+    stages: of the pipeline; 1: there is none.
+    """
+    chunks, rows = max([len(lane.chunks) for lane in batch.lanes]), max([len(lane.rows) for lane in batch.lanes])
+    pages = round_up(max([len(part.pages) for part in batch.parts]), buckets.page_tables)
+    speculative, padded = batch.num_speculative_tokens, round_up(chunks, (0, *buckets.chunks))
+    if stages > 1 and chunks:
+        sizes = prefill_sizes(stages, chunks=padded, rows_of_each=0, pages=pages)
+        used = -(-chunks // (sizes.chunks // sizes.micro_batches))
+        each = round_up(-(-rows // used), buckets.prefill_rows)
+        return dataclasses.replace(sizes, batch=each * sizes.micro_batches), used
+    rows_padded = round_up(rows, buckets.prefill_rows if chunks else buckets.decode_rows)
+    if stages > 1:
+        return decode_sizes(batch.micro_batches, rows_padded, speculative, pages), min(batch.micro_batches, rows)
+    return Pass(chunks=padded, batch=rows_padded, speculative=speculative, pages=pages), 1
 
 
 def _join[T](lanes: list[T]) -> T:

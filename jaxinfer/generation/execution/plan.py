@@ -3,9 +3,10 @@
 import dataclasses
 import enum
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
-from jaxinfer.generation.engine.speculation import DECODE
+from jaxinfer.generation.engine.speculation import DECODE, PassCosts
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.streaming.config import Placement
@@ -82,6 +83,11 @@ class Plan:
         """The sizes of a decoder's steps."""
         assert isinstance(self.buckets, Buckets)
         return self.buckets
+
+    def pass_costs(self, costs: Costs, num_speculative_tokens: int = 0) -> PassCosts:
+        """Take the times of passes from a record."""
+        chunks = self.decoder_buckets.chunks
+        return PassCosts(costs, num_speculative_tokens, name=self.way.value, stages=self.stages, chunks=chunks)
 
     @property
     def pass_buckets(self) -> Buckets:

@@ -1,0 +1,44 @@
+"""Builds an engine whose device is simulated, and runs a load on it in virtual time."""
+
+from collections.abc import Sequence
+
+from jaxinfer.compiled import Costs
+from jaxinfer.evaluation.generation.device import TOKEN, StepTimes, VirtualClock, VirtualExecutor
+from jaxinfer.evaluation.generation.replay import Replayed, TokenRequest, replay
+from jaxinfer.generation.api.build import decoder_lanes, scheduler_of
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.input import InputProcessor
+from jaxinfer.generation.execution.plan import Plan
+
+
+def simulate(
+    requests: Sequence[TokenRequest],
+    config: EngineConfig,
+    plan: Plan,
+    times: StepTimes,
+    *,
+    costs: Costs,
+    platform: str,
+    lanes: int = 1,
+) -> Replayed:
+    """Run a load in virtual time, on an engine with the real one's scheduler.
+
+    Args:
+      requests: in the order of their arrivals.
+      config: the engine's sizes.
+      plan: its pages and buckets.
+      times: tells how long steps take.
+      costs: the times by which the scheduler chooses passes; it learns none here.
+      platform: "cpu" or "gpu".
+      lanes: of the engine's mesh.
+
+    Raises ValueError for a request that the engine could never run.
+    """
+    clock = VirtualClock()
+    vocab = 1 + max([TOKEN, *(token for request in requests for token in request.prompt)])
+    inputs = InputProcessor(vocab=vocab, eos_ids=(), context=config.context, tokenizer=None, generates=True)
+    passes = plan.pass_costs(costs, config.num_speculative_tokens)
+    scheduler = scheduler_of(decoder_lanes(config, plan, passes, platform=platform, lanes=lanes))
+    engine = Engine(config, inputs, scheduler, VirtualExecutor(clock, times), clock=clock)
+    return replay(engine, requests, clock=clock, wait=clock.wait)
