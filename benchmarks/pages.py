@@ -164,6 +164,15 @@ PLANNER_CHECKS = {
     "zero_share_of_peak": "50B in DRAM on an A6000: predicted share of the peak",
 }
 """The same for `benchmarks.deepspeed_figures`."""
+SIMULATOR_CHECKS = {
+    "e2e_error_median": "median error of the time from arrival to the last token",
+    "ttft_error_median": "median error of the time to the first token",
+    "tpot_error_median": "median error of the time per output token",
+    "cells": "cells",
+    "cells_near_saturation": "cells near saturation",
+    "configs_per_s": "configurations that are ranked a second, with the best 20 simulated, on one core",
+}
+"""The same for `benchmarks.planner`."""
 HEADLINES = {
     "trillion_ms": "a token of the trillion-parameter mixture, ms",
     "trillion_tb_per_s": "its bandwidth, TB/s",
@@ -524,6 +533,29 @@ def _predicted_table(rows: list[dict[str, Any]]) -> str:
     return table(["source", "figure", "measured", "predicted", "error"], lines)
 
 
+def simulator_section(result: Result) -> list[str]:
+    """Write each cell's latencies, measured and predicted, the worst cells, and the checks."""
+    rows = [row for row in result["rows"] if row["figure"] == "cell"]
+    metrics = {"e2e_ms": "end to end", "ttft_ms": "TTFT", "tpot_ms": "TPOT"}
+    lines = [
+        [
+            row["engine"],
+            row["cell"],
+            *(f"{row[name]:,.3g}, {row[f'predicted_{name}']:,.3g}, {row[f'error_{name}']:+.0%}" for name in metrics),
+        ]
+        for row in rows
+    ]
+    worst = [row for row in result["rows"] if row["figure"] == "worst"]
+    named = "; ".join(f"{row['metric']} {row['error']:+.0%} ({row['cell']})" for row in worst)
+    return [
+        "The real engine on this machine, and what its simulation predicted before. Means over the requests of a cell, "
+        "in milliseconds: measured (the median of three runs), predicted, error.",
+        table(["engine", "cell", *metrics.values()], lines),
+        f"Largest errors: {named}.",
+        checks_table(result, SIMULATOR_CHECKS),
+    ]
+
+
 def serving_section(result: Result) -> list[str]:
     """Write the latencies and tokens per second of every server, and the checks."""
     servers = [row for row in result["rows"] if row["figure"] == "servers" and "absent" not in row]
@@ -588,6 +620,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "moe": moe_section,
     "pipeline": pipeline_section,
     "deepspeed_figures": planner_section,
+    "planner": simulator_section,
     "serving": serving_section,
     "serving_models": serving_models_section,
 }
@@ -599,7 +632,7 @@ PAGES = {
     "families.md": ("held_out",),
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
-    "planner.md": ("deepspeed_figures",),
+    "planner.md": ("deepspeed_figures", "planner"),
     "serving.md": ("serving",),
     "serving-models.md": ("serving_models",),
 }

@@ -180,3 +180,19 @@ def test_traces(tmp_path):
         read_arrivals(tmp_path / "wrong.txt")
     with pytest.raises(ValueError, match="cannot be read"):
         read_arrivals(tmp_path / "absent.txt")
+
+
+def test_azure_traces_have_lengths(tmp_path):
+    file = tmp_path / "conv.csv"
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+    file.write_text(head + "2023-11-16 18:15:47.1805900,396,0\n")
+    first, second = read_arrivals(file)
+    assert first == TracedRequest(arrival=0.0, prompt_tokens=374, output_tokens=44)
+    assert second == TracedRequest(arrival=0.5, prompt_tokens=396, output_tokens=1)
+    for wrong in ("2023-11-16 18:15:45,1,1", "2023-11-16 18:15:47,0,1", "2023-11-16 18:15:47,1", "soon,1,1"):
+        file.write_text(f"{head}{wrong}\n")
+        with pytest.raises(ValueError, match=r"conv.csv:3: not a request of an Azure LLM trace .*" + wrong):
+            read_arrivals(file)
+    file.write_text("time,tokens\n")
+    with pytest.raises(ValueError, match="its first line must be TIMESTAMP,ContextTokens,GeneratedTokens"):
+        read_arrivals(file)

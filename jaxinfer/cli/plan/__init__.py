@@ -20,6 +20,7 @@ from jaxinfer.cli.common import (
 )
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
 from jaxinfer.cli.plan.devices import DeviceOptions, plan_devices
+from jaxinfer.cli.plan.fleet import FleetOptions, plan_fleet
 from jaxinfer.cli.plan.options import (
     AttentionContextOption,
     BatchOption,
@@ -36,7 +37,10 @@ from jaxinfer.cli.plan.options import (
     PromptOption,
     PromptTimeOption,
     PromptTokensOption,
+    RateOption,
+    SloOption,
     TokensOption,
+    TraceOption,
     WriteOption,
 )
 from jaxinfer.progress import long_work
@@ -59,6 +63,10 @@ PREDICTED = (
 OF_DEVICES = {"named": None, "batch": 1, "prompt": 512, "generate": 128, "by": "throughput", "price": None}
 OF_DEVICES |= {"write": None, "plot": None}
 """Options that --devices takes, and their defaults; MODEL and --quantize too."""
+OF_FLEETS = ("trace", "rate", "slo")
+"""Options that size a fleet of devices."""
+OF_BATCHES = ("batch", "by", "plot")
+"""Options of a batch on devices, of which a fleet has no use."""
 
 
 def plan(
@@ -73,6 +81,9 @@ def plan(
     price: PriceOption = None,
     write: WriteOption = None,
     plot: PlotOption = None,
+    trace: TraceOption = None,
+    rate: RateOption = None,
+    slo: SloOption = None,
     weights: Annotated[
         str | None, typer.Option(help="Where layers are streamed from: host, disk, or auto (default: disk).")
     ] = None,
@@ -103,6 +114,7 @@ def plan(
 
     With --devices h200:8, rank all meshes and schedules of so many devices: memory, time to the first token and
     between tokens, tokens/s, costs, and what limits each. The model is --model NAME, or MODEL, whose config is read.
+    With --trace FILE --slo ttft=500ms,tpot=50ms too, size a fleet whose replicas have at most so many devices.
 
     Without, predict several batch sizes of a model with streamed layers on this machine, and recommend one. A pass
     takes as long as fetching its layers or computing them, whichever is longer. Several devices share the disk and host
@@ -113,7 +125,7 @@ def plan(
     if devices is not None:
         _rank(ctx, devices)
         return
-    for name in _given(ctx, OF_DEVICES):
+    for name in _given(ctx, (*OF_DEVICES, *OF_FLEETS)):
         raise ValueError(f"{_option(name)} is only used with --devices; add --devices, such as --devices h200:8.")
     if gantt is not None:
         _draw(ctx, gantt)
@@ -127,14 +139,24 @@ def plan(
 
 
 def _rank(ctx: typer.Context, devices: str) -> None:
-    """Rank plans for devices by the options that were given."""
-    taken = {"model", "devices", "quantize", *OF_DEVICES}
+    """Rank plans for devices, or size a fleet of them, by the options that were given."""
+    taken = {"model", "devices", "quantize", *OF_DEVICES, *OF_FLEETS}
     for name in _given(ctx, [name for name in ctx.params if name not in taken]):
         raise ValueError(f"--devices plans for other devices: leave out {_option(name)}.")
     options = {name: default if ctx.params[name] is None else ctx.params[name] for name, default in OF_DEVICES.items()}
     folder, quantize = ctx.params["model"], ctx.params["quantize"]
     name = options.pop("named")
-    plan_devices(DeviceOptions(name=name, folder=folder, devices=devices, quantize=quantize, **options))
+    given = DeviceOptions(name=name, folder=folder, devices=devices, quantize=quantize, **options)
+    fleet = _given(ctx, OF_FLEETS)
+    if not fleet:
+        plan_devices(given)
+        return
+    for name in _given(ctx, OF_BATCHES):
+        raise ValueError(f"--trace sizes a fleet, which finds its own batch: leave out {_option(name)}.")
+    for name in ("trace", "slo"):
+        if name not in fleet:
+            raise ValueError(f"A fleet needs --{name} too, such as {FleetOptions.EXAMPLES[name]}.")
+    plan_fleet(given, FleetOptions(**fleet, lengths=tuple(_given(ctx, ("prompt", "generate")))))
 
 
 def _predict(

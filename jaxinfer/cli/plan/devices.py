@@ -13,7 +13,7 @@ from jaxinfer.progress import long_work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jaxinfer.sharding.planner import Device, ModelShape, Prediction, Workload
+    from jaxinfer.sharding.planner import Device, ModelShape, Prediction, System, Workload
     from jaxinfer.sharding.planner.costs import Format
 
 SHOWN = 10
@@ -56,26 +56,35 @@ class DeviceOptions:
             raise ValueError(f"--quantize {self.quantize} is not known to --devices; known: {known}.")
         if self.price is not None and not 0 <= self.price < 1e6:
             raise ValueError(f"--price must be dollars per device and hour, >= 0, got {self.price}.")
+        if not re.fullmatch(r"[^:]+(:[1-9]\d{0,4})?", self.devices):
+            raise ValueError(f'--devices must be a kind and a number, such as "h200:8", got {self.devices!r}.')
+        for name in ("batch", "prompt", "generate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be an integer >= 1, got {getattr(self, name)}.")
         if self.write is not None:
             check_file("--write", self.write)
         if self.plot is not None:
             check_plot("--plot", self.plot)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the devices."""
+        return self.devices.partition(":")[0]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.devices.partition(":")[2] or 1)
 
 
 def plan_devices(options: DeviceOptions) -> None:
     """Print the best plans; write and draw them if asked to."""
     with long_work("predicting plans"):
         from jaxinfer.cli.display import show
-        from jaxinfer.sharding.planner import Catalogue, Workload, rank
-        from jaxinfer.sharding.planner.search import FORMATS
+        from jaxinfer.sharding.planner import rank
 
-        catalogue = Catalogue.read()
-        device, count = _devices(options.devices)
-        if options.price is not None:
-            device = dataclasses.replace(device, price=options.price)
-        model = _model(options)
-        form, workload = FORMATS[options.quantize], _workload(Workload, options)
-        system = catalogue.system(model, form)
+        model, device, system, form = planned(options)
+        count, workload = options.count, _workload(options)
         made = rank(model, device, count, system, form, workload, by=options.by)  # type: ignore[arg-type]  # checked
     best = _best_of_each(made)
     show(_table(best[:SHOWN], model, device, count, form, workload))
@@ -84,8 +93,7 @@ def plan_devices(options: DeviceOptions) -> None:
         f"constants of {system.name}, fitted to {system.source}; its points are off by {system.error:.0%} at most. "
         "Errors on public figures of other systems and devices: docs/benchmarks/planner.md."
     )
-    if device.price is None:
-        typer.echo(f"No price of {device.name} is known: give --price DOLLARS per device and hour for a bill.")
+    say_price(device)
     if options.write is not None:
         write_file(options.write, mesh_file(best[0], model, device, workload).encode())
     if options.plot is not None:
@@ -95,13 +103,23 @@ def plan_devices(options: DeviceOptions) -> None:
         write_file(options.plot, render(draw(made, title), options.plot.suffix[1:]))
 
 
-def _devices(text: str) -> "tuple[Device, int]":
-    """Read --devices, such as "h200:8" or "h200"."""
+def planned(options: DeviceOptions) -> "tuple[ModelShape, Device, System, Format]":
+    """Read what is planned: the model, its devices with their price, who runs it, and how its numbers are stored."""
     from jaxinfer.sharding.planner import Catalogue
+    from jaxinfer.sharding.planner.search import FORMATS
 
-    if not (match := re.fullmatch(r"([^:]+)(?::(\d{1,5}))?", text)) or match[2] == "0":
-        raise ValueError(f'--devices must be a kind and a number, such as "h200:8", got {text!r}.')
-    return Catalogue.read().device(match[1]), int(match[2] or 1)
+    catalogue = Catalogue.read()
+    device = catalogue.device(options.kind)
+    if options.price is not None:
+        device = dataclasses.replace(device, price=options.price)
+    model, form = _model(options), FORMATS[options.quantize]
+    return model, device, catalogue.system(model, form), form
+
+
+def say_price(device: "Device") -> None:
+    """Say that there is no bill, if the price of a device is unknown."""
+    if device.price is None:
+        typer.echo(f"No price of {device.name} is known: give --price DOLLARS per device and hour for a bill.")
 
 
 def _model(options: DeviceOptions) -> "ModelShape":
@@ -119,11 +137,10 @@ def _model(options: DeviceOptions) -> "ModelShape":
     return shape_of(str(options.folder), config)
 
 
-def _workload(kind: "type[Workload]", options: DeviceOptions) -> "Workload":
-    for name in ("batch", "prompt", "generate"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be an integer >= 1, got {getattr(options, name)}.")
-    return kind(batch=options.batch, prompt=options.prompt, generate=options.generate)
+def _workload(options: DeviceOptions) -> "Workload":
+    from jaxinfer.sharding.planner import Workload
+
+    return Workload(batch=options.batch, prompt=options.prompt, generate=options.generate)
 
 
 def _best_of_each(made: "list[Prediction]") -> "list[Prediction]":

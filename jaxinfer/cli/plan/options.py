@@ -26,6 +26,13 @@ WriteOption = Annotated[
 PlotOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --devices: draw all plans into this .svg or .png file.")
 ]
+TraceOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With --devices: size a fleet for the arrivals of a trace.")
+]
+RateOption = Annotated[float | None, typer.Option(help="With --trace: requests/s of the fleet (default: the trace's).")]
+SloOption = Annotated[
+    str | None, typer.Option(help='With --trace: the latency of 99% of requests, such as "ttft=500ms,tpot=50ms".')
+]
 GanttOption = Annotated[
     Path | None,
     typer.Option(

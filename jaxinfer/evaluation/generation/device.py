@@ -49,16 +49,19 @@ class VirtualExecutor:
     Args:
       clock: the engine's clock.
       times: tells how long steps take.
+      page_seconds: by which each page that comes from the host lengthens a step.
       depth: as in `Executor`.
     """
 
-    def __init__(self, clock: VirtualClock, times: StepTimes, *, depth: int = 1):
+    def __init__(self, clock: VirtualClock, times: StepTimes, *, page_seconds: float = 0.0, depth: int = 1):
         self.depth, self.programs, self.costs = depth, ProgramCache[Any]([]), Costs(learns=False)
-        self._clock, self._times, self._free = clock, times, 0.0
+        self._clock, self._times, self._page_seconds, self._free = clock, times, page_seconds, 0.0
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch; its output is the time at which it ends."""
-        self._free = max(self._clock.now, self._free) + self._times.seconds(batch)
+        pages = batch.num_restored_pages if batch.admissions else 0
+        seconds = self._times.seconds(batch) + pages * self._page_seconds
+        self._free = max(self._clock.now, self._free) + seconds
         return InFlightStep(batch, self._free, self._clock.now)
 
     def collect(self, step: InFlightStep) -> StepOutput:
@@ -67,12 +70,21 @@ class VirtualExecutor:
         batch = step.batch
         return StepOutput(
             outputs=[_output(part, batch.passes) for part in batch.parts],
-            stored=[[PageBlock(kv=None)] for _ in batch.lanes] if batch.stored else [],
+            stored=self.read_pages(batch) if batch.stored else [],
         )
+
+    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+        """Make a block without content for each lane."""
+        return [[PageBlock(kv=None)] for _ in batch.lanes]
 
     def wait(self, step: InFlightStep) -> None:
         """Wait for a step's end."""
         self._clock.wait(step.output - self._clock.now)
+
+    @property
+    def chunk_seconds(self) -> float | None:
+        """None: what a cached page is worth is not asked for here."""
+        return None
 
     def report(self) -> ExecutorReport:
         """Make an empty report."""
@@ -89,6 +101,9 @@ class VirtualExecutor:
         """Do nothing: the device holds nothing."""
 
     def sleep(self) -> None:
+        """Do nothing: the device holds nothing."""
+
+    def free_state(self) -> None:
         """Do nothing: the device holds nothing."""
 
     def wake_up(self, leaves: list[Any]) -> None:

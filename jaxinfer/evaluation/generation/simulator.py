@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jaxinfer.compiled import Costs
 from jaxinfer.evaluation.generation.device import TOKEN, StepTimes, VirtualClock, VirtualExecutor
 from jaxinfer.evaluation.generation.replay import Replayed, TokenRequest, replay
+from jaxinfer.evaluation.generation.virtual_pages import TierTimes, VirtualPages
 from jaxinfer.generation.api.build import decoder_lanes, scheduler_of
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.engine import Engine
@@ -21,6 +22,7 @@ def simulate(
     costs: Costs,
     platform: str,
     lanes: int = 1,
+    tier: TierTimes | None = None,
 ) -> Replayed:
     """Run a load in virtual time, on an engine with the real one's scheduler.
 
@@ -32,6 +34,7 @@ def simulate(
       costs: the times by which the scheduler chooses passes; it learns none here.
       platform: "cpu" or "gpu".
       lanes: of the engine's mesh.
+      tier: seconds of the host's pages, if the plan has some.
 
     Raises ValueError for a request that the engine could never run.
     """
@@ -39,6 +42,11 @@ def simulate(
     vocab = 1 + max([TOKEN, *(token for request in requests for token in request.prompt)])
     inputs = InputProcessor(vocab=vocab, eos_ids=(), context=config.context, tokenizer=None, generates=True)
     passes = plan.pass_costs(costs, config.num_speculative_tokens)
-    scheduler = scheduler_of(decoder_lanes(config, plan, passes, platform=platform, lanes=lanes))
-    engine = Engine(config, inputs, scheduler, VirtualExecutor(clock, times), clock=clock)
+    kept = None if tier is None else VirtualPages(plan.host_pages, plan.decoder_buckets, clock, tier)
+    parts = decoder_lanes(
+        config, plan, passes, platform=platform, lanes=lanes, tier=kept, identity=lambda root: b"simulated"
+    )
+    restoring = [lane.allocator.restoring for lane in parts if lane.allocator.restoring is not None]
+    executor = VirtualExecutor(clock, times, page_seconds=0.0 if tier is None else tier.write)
+    engine = Engine(config, inputs, scheduler_of(parts), executor, restoring=restoring, clock=clock)
     return replay(engine, requests, clock=clock, wait=clock.wait)

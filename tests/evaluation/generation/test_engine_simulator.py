@@ -9,6 +9,7 @@ from jaxinfer.compiled.costs import CostTable
 from jaxinfer.evaluation.generation.replay import TokenRequest
 from jaxinfer.evaluation.generation.simulator import simulate
 from jaxinfer.evaluation.generation.step_times import PlannedTimes, RecordedTimes
+from jaxinfer.evaluation.generation.virtual_pages import TierTimes
 from jaxinfer.evaluation.serving.figures import Objective, summarise
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow
 from jaxinfer.generation.engine.config import EngineConfig
@@ -73,6 +74,20 @@ def test_lanes_run_together():
     assert [record.ended for record in alone.records] == pytest.approx(
         [0.048, 0.048]
     )  # a step of four chunks, then 8 passes
+
+
+def test_pages_come_back_from_the_host():
+    buckets = dataclasses.replace(PLAN.decoder_buckets, moves=(4, 8))
+    plan = dataclasses.replace(PLAN, num_pages=6, host_pages=16, buckets=buckets)
+    tier = TierTimes(read=0.1, write=0.02)
+    loads = [request(at, prompt=40, output_tokens=2, first=first) for at, first in ((0.0, 1), (2.0, 101), (4.0, 1))]
+    done = simulate(loads, CONFIG, plan, Times(), costs=fixed(), platform="cpu", tier=tier)
+    assert done.cached_tokens == 32  # four full pages; the last token's is computed
+    first, _, third = done.records
+    assert first.events[0] == pytest.approx(0.030)
+    assert third.events[0] == pytest.approx(4.0 + 4 * 0.1 + 4 * 0.02 + 0.010)
+    with pytest.raises(ValueError, match="no page that came back from the host"):
+        TierTimes.from_costs(CostTable({}))
 
 
 def test_what_could_never_run_is_refused():
