@@ -16,7 +16,7 @@ from benchmarks.planner.accuracy import accuracy
 from benchmarks.planner.settings import Settings
 from benchmarks.planner.speed import speed
 from benchmarks.report import Report, check_that_no_part_is_lost
-from benchmarks.workers import parts_reader, run_part
+from benchmarks.workers import parts_reader, run_parts
 from jaxinfer.compiled import cache_folder
 
 PARTS: dict[str, Callable[[Report, Settings], None]] = {"accuracy": accuracy, "speed": speed}
@@ -39,9 +39,7 @@ def main() -> None:
     report = Report()
     report.print_header()
     report.row(figure="settings", quick=args.quick)
-    for name in names:
-        run_part(name, PARTS[name], report, settings, args.json)
-    report.finish(args.json)
+    run_parts(PARTS, names, report, settings, args.json)
 
 
 if __name__ == "__main__":

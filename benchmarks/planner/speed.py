@@ -5,7 +5,7 @@ import time
 
 from benchmarks.planner.settings import Settings
 from benchmarks.report import ROOT, Report
-from jaxinfer.evaluation.generation.fleet import Target, Traffic, replicas
+from jaxinfer.evaluation.generation.fleet import PlannedModel, Traffic, replicas
 from jaxinfer.evaluation.serving.arrivals import read_arrivals
 from jaxinfer.sharding.planner import Catalogue
 from jaxinfer.sharding.planner.search import FORMATS
@@ -20,7 +20,7 @@ def speed(report: Report, settings: Settings) -> None:
     """Rank and simulate on one core."""
     catalogue = Catalogue.read()
     model, form = catalogue.model(MODEL), FORMATS["int8"]
-    target = Target(model=model, device=catalogue.device(DEVICE), system=catalogue.system(model, form), form=form)
+    target = PlannedModel(model=model, device=catalogue.device(DEVICE), system=catalogue.system(model, form), form=form)
     trace = read_arrivals(ROOT / "benchmarks" / "data" / "azure_llm_2023_conv.txt.gz")
     count, simulated = (50, 2) if settings.quick else (CONFIGURATIONS, SIMULATED)
     start, cpu = time.perf_counter(), time.process_time()

@@ -46,7 +46,7 @@ class FleetOptions:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Return the milliseconds of each latency.
+    """Parse the milliseconds of each latency.
 
     >>> parse_slo("ttft=0.5s, tpot=50ms")
     {'ttft': 500.0, 'tpot': 50.0}
@@ -64,14 +64,14 @@ def plan_fleet(devices: DeviceOptions, options: FleetOptions) -> None:
     """Print the fleets of the best meshes; write the cheapest one's mesh if asked to."""
     with long_work(f"reading {options.trace}"):
         from jaxinfer.cli.display import show
-        from jaxinfer.evaluation.generation.fleet import Target, finalists, ranked
+        from jaxinfer.evaluation.generation.fleet import PlannedModel, finalists, ranked
         from jaxinfer.evaluation.serving.figures import Objective
 
         model, device, system, form = planned(devices)
         traffic = _traffic(devices, options)
         limits = parse_slo(options.slo)
         objective = Objective(ttft_ms=limits.get("ttft"), tpot_ms=limits.get("tpot"))
-        target = Target(model=model, device=device, system=system, form=form)
+        target = PlannedModel(model=model, device=device, system=system, form=form)
     order = ranked(target, devices.count, traffic, objective)
     best = finalists(order)
     with long_work("simulating fleets", total=len(best)) as work:
@@ -107,7 +107,7 @@ def _traffic(devices: DeviceOptions, options: FleetOptions) -> "Traffic":
 def _sized(
     replicas: "list[Replica]", traffic: "Traffic", objective: "Objective", done: Callable[[], None]
 ) -> "list[Fleet]":
-    """Size the fleets of configurations, the cheapest first.
+    """Compute the fleets of configurations, the cheapest first.
 
     done: called after each.
 

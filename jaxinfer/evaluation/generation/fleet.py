@@ -43,15 +43,15 @@ PRECISION = 1.1
 IDLE = 32
 """A replica with so small a part of the requests that it can bear is idle."""
 HOURS_TO_FAILURE = 50_000.0
-"""Of a device: Llama 3 405B met 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783, table 5)."""
+"""Mean of a device: Llama 3 405B met 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783)."""
 HOURS_TO_REPAIR = 24.0
-"""Until a device is there again; an assumption."""
+"""Hours until a device is there again; an assumption."""
 AVAILABLE = 0.999
 """The share of the time in which spares are enough."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class PlannedModel:
     """A model on a kind of device, and who runs it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Replica:
       batch: requests of each lane at once.
     """
 
-    target: Target
+    target: PlannedModel
     made: Prediction
     batch: int
 
@@ -140,7 +140,7 @@ class Replica:
         return Costs.fixed(known)
 
 
-def replicas(target: Target, most: int, workload: Workload) -> Iterator[Replica]:
+def replicas(target: PlannedModel, most: int, workload: Workload) -> Iterator[Replica]:
     """Yield the configurations of a replica that fit: meshes, batches and budgets of prompts.
 
     Args:
@@ -159,23 +159,23 @@ def replicas(target: Target, most: int, workload: Workload) -> Iterator[Replica]
                 yield Replica(target=target, made=made, batch=batch)
 
 
-def ranked(target: Target, most: int, traffic: "Traffic", objective: Objective) -> list[Replica]:
+def ranked(target: PlannedModel, most: int, traffic: "Traffic", objective: Objective) -> list[Replica]:
     """Rank the configurations that are predicted to keep an objective, the cheapest per token first.
 
     Raises NothingFitsError if none fits, or none is fast enough; the message says what is nearest.
     """
     workload, longest = traffic.workload, traffic.longest
-    found = [each for each in replicas(target, most, workload) if each.num_pages(workload) * PAGE >= longest]
+    fitting = [each for each in replicas(target, most, workload) if each.num_pages(workload) * PAGE >= longest]
     where = f"{target.model.name} on up to {most} {target.device.name}"
-    if not found:
+    if not fitting:
         raise NothingFitsError(
             f"{where}: no mesh has memory for {BATCHES[0]} requests of {workload.prompt + workload.generate} tokens, "
             f"of which one may have {longest}; name more devices, such as --devices {target.device.name}:{2 * most}, "
             "or --quantize."
         )
-    kept = [each for each in found if _is_kept(each, objective)]
+    kept = [each for each in fitting if _is_kept(each, objective)]
     if not kept:
-        first, each = (min(getattr(one.made, name).total for one in found) for name in ("first", "each"))
+        first, each = (min(getattr(replica.made, name).total for replica in fitting) for name in ("first", "each"))
         raise NothingFitsError(
             f"{where}: no mesh keeps the objective. The shortest TTFT is predicted as {1e3 * first:.3g} ms, the "
             f"shortest TPOT as {1e3 * each:.3g} ms; name more devices, --quantize, or a longer time in --slo."
@@ -234,11 +234,11 @@ class Traffic:
         """The tokens of the longest request."""
         return max((item.prompt_tokens or 0) + (item.output_tokens or 0) for item in self.trace)
 
-    def share(self, of: int, count: int) -> list[TokenRequest]:
+    def share(self, ways: int, count: int) -> list[TokenRequest]:
         """Take the first requests of one of so many replicas. Prompts have nothing in common."""
         made = []
         for index in range(count):
-            rounds, place = divmod(index * of, len(self.trace))
+            rounds, place = divmod(index * ways, len(self.trace))
             item = self.trace[place]
             assert item.prompt_tokens is not None
             assert item.output_tokens is not None
@@ -334,7 +334,7 @@ def spares(count: int, devices: int) -> int:
     return more
 
 
-def _binomial(of: int, hits: int, chance: float) -> float:
+def _binomial(count: int, hits: int, chance: float) -> float:
     """Compute the probability of so many hits; numbers of ways can be too large for a float."""
-    ways = math.lgamma(of + 1) - math.lgamma(hits + 1) - math.lgamma(of - hits + 1)
-    return math.exp(ways + hits * math.log(chance) + (of - hits) * math.log1p(-chance))
+    ways = math.lgamma(count + 1) - math.lgamma(hits + 1) - math.lgamma(count - hits + 1)
+    return math.exp(ways + hits * math.log(chance) + (count - hits) * math.log1p(-chance))

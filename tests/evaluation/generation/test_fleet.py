@@ -6,7 +6,7 @@ from jaxinfer.evaluation.generation import fleet
 from jaxinfer.evaluation.generation.fleet import (
     KEPT,
     PAGE,
-    Target,
+    PlannedModel,
     Traffic,
     finalists,
     ranked,
@@ -32,7 +32,7 @@ def few_requests(monkeypatch):
 def target(model="llama-3.1-8b", device="h200", quantize=None):
     catalogue, form = Catalogue.read(), FORMATS[quantize]
     shape = catalogue.model(model)
-    return Target(model=shape, device=catalogue.device(device), system=catalogue.system(shape, form), form=form)
+    return PlannedModel(model=shape, device=catalogue.device(device), system=catalogue.system(shape, form), form=form)
 
 
 def traffic(rate=100.0, count=500, **lengths):
@@ -43,7 +43,7 @@ def traffic(rate=100.0, count=500, **lengths):
 def test_a_share_has_every_request_of_one_replica():
     made = traffic(rate=10.0, count=10)
     assert made.workload == WORK
-    share = made.share(of=4, count=5)  # of the trace: 0, 4, 8, then 2 and 6 of its next round
+    share = made.share(4, count=5)  # of the trace: 0, 4, 8, then 2 and 6 of its next round
     arrivals = [item.arrival for item in made.trace]
     expected = [arrivals[0], arrivals[4], arrivals[8], 1.0 + arrivals[2], 1.0 + arrivals[6]]
     assert [request.arrival for request in share] == pytest.approx(expected)
