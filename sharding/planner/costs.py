@@ -63,9 +63,7 @@ class Seconds:
     def from_parts(cls, parts: Iterable[float]) -> "Seconds":
         """Make one from the seconds of each cause, in the order of the attributes."""
         memory, compute, exchange, overhead, fetch, bubble = parts
-        return cls(
-            memory=memory, compute=compute, exchange=exchange, overhead=overhead, fetch=fetch, bubble=bubble
-        )
+        return cls(memory=memory, compute=compute, exchange=exchange, overhead=overhead, fetch=fetch, bubble=bubble)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
