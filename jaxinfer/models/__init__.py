@@ -1,6 +1,6 @@
 """The models: configs, layers, one decoder, one encoder, models of images, and the families mapped onto them.
 
-No scheduling. Start at `config.py` (what a model is), `text/decoder.py` and `layers/layer.py` (what it computes), then
+No scheduling. Start at `config/` (what a model is), `text/decoder.py` and `layers/layer.py` (what it computes), then
 `files/loading.py` (how it gets onto its devices). Only `files/` opens model directories.
 """
 

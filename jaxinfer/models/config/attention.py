@@ -1,0 +1,68 @@
+"""Attention: heads, windows, and what is done to queries, keys and scores."""
+
+import dataclasses
+import enum
+
+from jaxinfer.models.config.checks import require_positive
+from jaxinfer.models.config.positions import alibi_slopes
+
+
+class QKNormScope(enum.StrEnum):
+    """The features that queries and keys are normalised over."""
+
+    HEAD = "head"  # each head by itself, all with the same weights (Qwen3)
+    HEAD_OWN_WEIGHTS = "head_own_weights"  # each head by itself, with weights of its own (Command R+)
+    ALL_HEADS = "all_heads"  # all query heads together, all key heads together (OLMo 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Sizes and options of attention, grouped-query throughout."""
+
+    q_heads: int
+    kv_heads: int  # == q_heads: multi-head; 1: multi-query; between: grouped-query
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None  # multiplies the scores; None means head_dim ** -0.5
+    scale_by_inverse_layer: bool = False  # and divide the scores of layer i by i + 1 (GPT-2)
+    softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
+    windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
+    qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
+    qk_norm_scope: QKNormScope = QKNormScope.HEAD
+    alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
+    real_kv_heads: int | None = None  # those from here on are padding; None: none is
+    real_q_heads: int | None = None  # how many are no padding; None: all
+
+    def __post_init__(self) -> None:
+        require_positive(self, "q_heads", "kv_heads", "head_dim")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}: "
+                "every KV head serves a whole group of query heads."
+            )
+        if not self.windows or any(w is not None and w < 1 for w in self.windows):
+            raise ValueError(f"AttentionConfig.windows must hold None or sizes >= 1, got {self.windows}.")
+        if self.real_kv_heads is not None and not 1 <= self.real_kv_heads <= self.kv_heads:
+            raise ValueError(
+                f"AttentionConfig.real_kv_heads={self.real_kv_heads} must be in [1, kv_heads={self.kv_heads}]."
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """ALiBi's slope of each query head."""
+        return alibi_slopes(self.q_heads) if self.alibi is None else self.alibi
+
+    def score_scale(self, layer: int) -> float:
+        """Compute the factor of the scores in one layer."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale / (layer + 1) if self.scale_by_inverse_layer else scale
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a query of one layer sees, itself the last; None: all."""
+        return self.windows[layer % len(self.windows)]
