@@ -97,11 +97,11 @@ def decoder_cases() -> Iterator[Case]:
     small = dataclasses.replace(demo, layers=2)
     yield from largest_programs("scaled", dataclasses.replace(small, residual_scale=0.5))
     for block in BlockKind:
-        blocks = dataclasses.replace(small, block=block)
+        blocks = small.with_block(block)
         yield from largest_programs(f"{block}", blocks, adapters=1)
         yield from largest_programs(f"{block}-tensor", blocks, meshes["tensor"])
         if block not in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
-            yield from largest_programs(f"{block}-mixture", dataclasses.replace(mixture, layers=2, block=block))
+            yield from largest_programs(f"{block}-mixture", dataclasses.replace(mixture, layers=2).with_block(block))
 
 
 def largest_programs(
@@ -196,11 +196,10 @@ def encoder_config() -> "EncoderConfig":
     from jaxinfer.models.config import (
         Activation,
         AttentionConfig,
+        LearnedPositions,
         MlpConfig,
         NormConfig,
         NormKind,
-        PositionKind,
-        PositionsConfig,
     )
 
     return EncoderConfig(
@@ -209,7 +208,7 @@ def encoder_config() -> "EncoderConfig":
         layers=2,
         context=CONTEXT,
         attention=AttentionConfig(q_heads=4, kv_heads=4, head_dim=16, qkv_bias=True, out_bias=True),
-        positions=PositionsConfig(kind=PositionKind.LEARNED),
+        learned_positions=LearnedPositions(),
         mlp=MlpConfig(hidden=128, activation=Activation.GELU, gated=False, bias=True),
         norm=NormConfig(kind=NormKind.LAYER),
         token_types=2,

@@ -142,7 +142,7 @@ def every_case() -> Iterator[Case]:
     for rows in (64, 2048):  # the first linear layer of an MLP, with more rows than the small-batch kernel supports
         name = f"llama3-8b, {rows} rows"
         yield from quantizing(rows, config.embed, name=name)
-        yield quantized(rows, 2 * config.mlp.hidden, config.embed, name=f"{name}, up")
+        yield quantized(rows, 2 * config.layer(0).mlp.hidden, config.embed, name=f"{name}, up")
     for model, batch, tokens, context, dtype in (
         ("llama3-8b", 1, 1, 2048, "bfloat16"),
         ("llama3-8b", 1, 1, 8192, "int8"),
@@ -152,7 +152,7 @@ def every_case() -> Iterator[Case]:
         ("gpt-j-6b", 8, 1, 2048, "int8"),
         ("gpt2-1.5b", 1, 1, 1024, "bfloat16"),
     ):
-        heads, rotary = _heads(preset(model)), preset(model).positions.rotary_dim or 0
+        heads, rotary = _heads(preset(model)), preset(model).layer(0).mixer.positions.rotary_dim
         name, int8 = f"{model}, {batch} x {tokens}, context {context}, {dtype}", dtype == "int8"
         yield decoding(batch, tokens, context, heads, rotary=rotary, int8=int8, full=True, name=name)
     for model, tokens, dtype in (
@@ -179,14 +179,14 @@ def every_case() -> Iterator[Case]:
 def _decoder_layer(model: str, rows: int, fmt: str) -> Iterator[Case]:
     """Yield the linear layers of a decoder layer, with what is fused into them, and the head."""
     config, heads = preset(model), _heads(preset(model))
-    embed, hidden, gated = config.embed, config.mlp.hidden, config.mlp.gated
+    embed, hidden, gated = config.embed, config.layer(0).mlp.hidden, config.layer(0).mlp.gated
     shifted = model != "llama3-8b"
 
     def name(layer: str) -> str:
         return f"{model} {layer}, {fmt}, {rows} {'row' if rows == 1 else 'rows'}"
 
     qkv, up = (heads.q + 2 * heads.kv) * heads.head_dim, hidden * (2 if gated else 1)
-    fused = {"activation": config.mlp.activation.value, "gated": gated}
+    fused = {"activation": config.layer(0).mlp.activation.value, "gated": gated}
     yield normed(name("qkv"), rows, qkv, embed, fmt, shifted=shifted)
     yield residual(name("out"), rows, embed, heads.q * heads.head_dim, fmt)
     yield normed(name("up"), rows, up, embed, fmt, shifted=shifted, **fused)
@@ -195,7 +195,7 @@ def _decoder_layer(model: str, rows: int, fmt: str) -> Iterator[Case]:
 
 
 def _heads(config: DecoderConfig) -> Heads:
-    return Heads(config.attention.q_heads, config.attention.kv_heads, config.attention.head_dim)
+    return Heads(config.layer(0).mixer.q_heads, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
 
 
 # Linear layers

@@ -53,7 +53,7 @@ def greedy_tokens(llm: LLM) -> list[list[int]]:
 
 def sums_of_a_pass(config: DecoderConfig) -> int:
     """Count a pass's sums: the embedding's, and those after attention and MLP, or after both together."""
-    parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    parallel = config.layer(0).block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
     return (1 if parallel else 2) * config.layers + 1
 
 

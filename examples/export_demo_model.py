@@ -38,17 +38,17 @@ def export_llama(model: Path, out: Path) -> None:
 def export_gguf(model: Path, file: Path) -> None:
     """Write a Llama-like model directory as a GGUF file. Errors are those of `export_llama`."""
     config, tensors = read_llama(model)
-    attention = config.attention
+    attention = config.layer(0).mixer
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.embed)
     writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.mlp.hidden)
+    writer.add_feed_forward_length(config.layer(0).mlp.hidden)
     writer.add_head_count(attention.q_heads)
     writer.add_head_count_kv(attention.kv_heads)
     writer.add_layer_norm_rms_eps(config.norm.eps)
     writer.add_rope_dimension_count(attention.head_dim)
-    writer.add_rope_freq_base(config.positions.theta)
+    writer.add_rope_freq_base(attention.positions.theta)
     _add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.layers)
     heads = {"q_proj": attention.q_heads, "k_proj": attention.kv_heads}
@@ -84,21 +84,21 @@ def read_llama(model: Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
 
 
 def _config(config: DecoderConfig) -> dict[str, object]:
-    attention = config.attention
+    attention = config.layer(0).mixer
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
-        "intermediate_size": config.mlp.hidden,
+        "intermediate_size": config.layer(0).mlp.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": attention.q_heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm.eps,
-        "rope_theta": config.positions.theta,
+        "rope_theta": attention.positions.theta,
         "hidden_act": "silu",
         "tie_word_embeddings": config.tied,
         "bos_token_id": None,
@@ -108,7 +108,7 @@ def _config(config: DecoderConfig) -> dict[str, object]:
 
 def _layer(config: DecoderConfig, layer: str, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Take a layer's leaves, and return its tensors: as `models/families/llama.py` reads them."""
-    attention, embed = config.attention, config.embed
+    attention, embed = config.layer(0).mixer, config.embed
     group = attention.q_heads // attention.kv_heads
     heads = leaves.pop(f"{layer}.attention.qkv.weight").reshape(attention.kv_heads, group + 2, -1, embed)
     gate_up = leaves.pop(f"{layer}.mlp.gate_up.weight")

@@ -35,7 +35,7 @@ def start(key: jax.Array) -> Pairs:
     """The pairs before the first step: A is random and B zero, so that they change nothing."""
     pairs = {}
     for layer in range(CONFIG.layers):
-        for name, inputs in (("attention.out", CONFIG.embed), ("mlp.down", CONFIG.mlp.hidden)):
+        for name, inputs in (("attention.out", CONFIG.embed), ("mlp.down", CONFIG.layer(0).mlp.hidden)):
             key, drawn = jax.random.split(key)
             a = jax.random.normal(drawn, (RANK, inputs)) / inputs**0.5
             pairs[f"layers.{layer}.{name}"] = a, jnp.zeros((CONFIG.embed, RANK))

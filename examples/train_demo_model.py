@@ -35,6 +35,7 @@ from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -57,9 +58,17 @@ CONFIG = DecoderConfig(
     embed=256,
     layers=8,
     context=1024,
-    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=64),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
-    mlp=MlpConfig(hidden=704, activation=Activation.SILU, gated=True),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(
+                q_heads=4,
+                kv_heads=2,
+                head_dim=64,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
+            ),
+            mlp=MlpConfig(hidden=704, activation=Activation.SILU, gated=True),
+        ),
+    ),
     norm=NormConfig(kind=NormKind.RMS),
     tied=True,
 )
@@ -258,7 +267,7 @@ def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array])
         jnp.einsum("bthgk->bhgtk", y.reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim))
         for y in (rotate(heads, rotary), heads)
     )
-    mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], module.scale)
+    mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], cfg.score_scale)
     return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.weight[...])
 
 
@@ -281,7 +290,7 @@ def logits(
     mlp: computes a layer's feed-forward block, [B, T, D] -> [B, T, D].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    rotary = rotary_table(model.cfg.positions, positions)
+    rotary = rotary_table(model.cfg.layer(0).mixer.positions, positions)
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
         assert layer.mlp_norm is not None

@@ -42,6 +42,7 @@ from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     MoeConfig,
     NormConfig,
@@ -59,13 +60,21 @@ CONFIG = DecoderConfig(
     embed=192,
     layers=6,
     context=1024,
-    attention=AttentionConfig(q_heads=4, kv_heads=1, head_dim=64),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
-    mlp=MlpConfig(
-        hidden=96,
-        activation=Activation.SILU,
-        gated=True,
-        moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2)),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(
+                q_heads=4,
+                kv_heads=1,
+                head_dim=64,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
+            ),
+            mlp=MlpConfig(
+                hidden=96,
+                activation=Activation.SILU,
+                gated=True,
+                moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2)),
+            ),
+        ),
     ),
     norm=NormConfig(kind=NormKind.RMS),
     tied=True,

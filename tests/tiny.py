@@ -18,6 +18,7 @@ from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
     GroupScore,
+    LayerConfig,
     MlpConfig,
     MoeConfig,
     NormConfig,
@@ -35,17 +36,25 @@ CONFIG = DecoderConfig(
     embed=32,
     layers=2,
     context=128,
-    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=8, windows=(None, 20)),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
-    mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(
+                q_heads=4,
+                kv_heads=2,
+                head_dim=8,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
+            ),
+            mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+        ),
+    ),
     norm=NormConfig(kind=NormKind.RMS),
-)
-ONE_KIND = dataclasses.replace(CONFIG, attention=dataclasses.replace(CONFIG.attention, windows=(None,)))
+).with_windows((None, 20))
+ONE_KIND = CONFIG.with_windows((None,))
 """Layers of one kind, which streaming runs by the same programs."""
 
 
 def _with_experts(router: RouterConfig, **moe: object) -> MlpConfig:
-    return dataclasses.replace(CONFIG.mlp, hidden=24, moe=MoeConfig(router=router, **moe))
+    return dataclasses.replace(CONFIG.layer(0).mlp, hidden=24, moe=MoeConfig(router=router, **moe))
 
 
 _SHARED = _with_experts(RouterConfig(experts=4, experts_per_token=2), shared_hidden=16, shared_mix=SharedMix.GATED)
@@ -65,9 +74,9 @@ _SIGMOID = _with_experts(
 _CAPACITY = _with_experts(RouterConfig(experts=4, experts_per_token=2, capacity_factor=1.0))
 
 MOE_CONFIGS = {
-    "shared": dataclasses.replace(CONFIG, mlp=_SHARED),
-    "sigmoid": dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, _SIGMOID)),
-    "capacity": dataclasses.replace(CONFIG, mlp=_CAPACITY),
+    "shared": CONFIG.with_mlps((_SHARED,)),
+    "sigmoid": CONFIG.with_mlps((CONFIG.layer(0).mlp, _SIGMOID)),
+    "capacity": CONFIG.with_mlps((_CAPACITY,)),
 }
 """Mixtures of experts: with a gated shared one; with DeepSeek V3's router after a dense layer; that drop tokens."""
 

@@ -28,9 +28,17 @@ def host_overhead() -> float:
         embed=64,
         layers=12,
         context=128,
-        attention=c.AttentionConfig(q_heads=2, kv_heads=2, head_dim=32),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=32),
-        mlp=c.MlpConfig(hidden=128, activation=c.Activation.SILU, gated=True),
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=2,
+                    kv_heads=2,
+                    head_dim=32,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=32),
+                ),
+                mlp=c.MlpConfig(hidden=128, activation=c.Activation.SILU, gated=True),
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
     )
     graphdef, weights = nnx.split(Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)))

@@ -47,10 +47,10 @@ class Chain(Sizes):
 
 def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
     """Make the matrices of every layer (qkv, out, gate and up, down), and the head; they lie where models' do."""
-    attention, rng = config.attention, np.random.default_rng(0)
+    attention, rng = config.layer(0).mixer, np.random.default_rng(0)
     width = attention.q_heads * attention.head_dim
     qkv = attention.kv_heads * (attention.group + 2) * attention.head_dim
-    hidden = config.mlp.hidden
+    hidden = config.layer(0).mlp.hidden
     shapes = ((qkv, config.embed), (config.embed, width), (2 * hidden, config.embed), (config.embed, hidden))
 
     def make(shape: tuple[int, int], fmt: str) -> Weights:
@@ -90,7 +90,7 @@ def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
     weights = matrices(config, dtype)
     x = jnp.ones((rows, config.embed), dtype if dtype == "bfloat16" else "float32")
     scale = jnp.ones(config.embed, jnp.float32)
-    width = config.attention.q_heads * config.attention.head_dim
+    width = config.layer(0).mixer.q_heads * config.layer(0).mixer.head_dim
     stored = weights[0][0].weight.dtype
     spec = ProgramSpec[Chain, None](
         sizes=Chain,

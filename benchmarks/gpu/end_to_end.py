@@ -22,7 +22,6 @@ from benchmarks.gpu.peer import AbsentError, Peer, Prepared
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.timing import Effort, Timing, interleave
 from jaxinfer.models import DecoderConfig, WeightFormat
-from jaxinfer.models.config import PositionKind
 from jaxinfer.models.presets import preset
 
 MODELS = ("llama3-8b", "gpt-j-6b", "gpt2-1.5b")
@@ -216,15 +215,15 @@ class Bench:
 
 def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
     """The transformers architecture for this config, and its sizes."""
-    attention, positions = config.attention, config.positions
-    if config.mlp.gated:
+    attention = config.layer(0).mixer
+    if config.layer(0).mlp.gated:
         return "Llama", {
             "vocab_size": config.vocab,
             "hidden_size": config.embed,
             "num_hidden_layers": config.layers,
             "num_attention_heads": attention.q_heads,
             "num_key_value_heads": attention.kv_heads,
-            "intermediate_size": config.mlp.hidden,
+            "intermediate_size": config.layer(0).mlp.hidden,
             "max_position_embeddings": config.context,
         }
     sizes = {
@@ -233,10 +232,10 @@ def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
         "n_layer": config.layers,
         "n_head": attention.q_heads,
         "n_positions": config.context,
-        "n_inner": config.mlp.hidden,
+        "n_inner": config.layer(0).mlp.hidden,
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    if positions.kind is PositionKind.LEARNED:
+    if config.learned_positions is not None:
         return "GPT2", sizes
-    return "GPTJ", sizes | {"rotary_dim": positions.rotary_dim}
+    return "GPTJ", sizes | {"rotary_dim": attention.positions.rotary_dim}

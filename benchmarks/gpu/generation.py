@@ -70,8 +70,8 @@ class Model:
 
     def kv_bytes(self, tokens: int) -> int:
         """Count the bytes of the keys and values of this many tokens, in all layers."""
-        attention = self.config.attention
-        return 2 * self.config.layers * tokens * attention.kv_heads * attention.head_dim * self.weights.dtype.itemsize
+        values = sum(self.config.layer(layer).mixer.kv_values for layer in range(self.config.layers))
+        return tokens * values * self.weights.dtype.itemsize
 
 
 _SCALES = {"int8": 3e-4, "uint16": 5e-3}
@@ -192,22 +192,11 @@ class Generation:
 def tiny(config: DecoderConfig) -> DecoderConfig:
     """Shrink the architecture to tiny dimensions."""
     size, heads = 64, 2
-    attention = dataclasses.replace(
-        config.attention,
-        q_heads=heads,
-        kv_heads=heads if config.attention.group == 1 else 1,
-        head_dim=size,
-    )
-    positions = config.positions
+    attention = config.layer(0).mixer
+    positions = attention.positions
     if positions.kind is PositionKind.ROTARY:
         positions = dataclasses.replace(positions, rotary_dim=min(positions.rotary_dim, size))
-    return dataclasses.replace(
-        config,
-        vocab=128,
-        embed=heads * size,
-        layers=1,
-        context=64,
-        attention=attention,
-        positions=positions,
-        mlp=dataclasses.replace(config.mlp, hidden=128),
+    small = config.with_mlp(hidden=128).with_attention(
+        q_heads=heads, kv_heads=heads if attention.group == 1 else 1, head_dim=size, positions=positions
     )
+    return dataclasses.replace(small, vocab=128, embed=heads * size, layers=1, context=64)

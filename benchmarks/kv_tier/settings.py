@@ -10,6 +10,7 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -49,8 +50,7 @@ class Settings(NamedTuple):
         """An engine with so many pages on the device, whose programs are compiled."""
         context = self.tokens + 128
         config = make_config(2, 128) if self.quick else make_config(16, 1024)
-        attention = config.attention
-        page_bytes = 2 * config.layers * attention.kv_heads * attention.head_dim * PAGE * 4
+        page_bytes = sum(config.layer(layer).mixer.kv_values for layer in range(config.layers)) * PAGE * 4
         options = {"dtype": "float32", "max_batch": 8, "context": context, **options}
         llm = LLM(self.model(), page_size=PAGE, cache_bytes=pages * page_bytes, **options)
         llm.engine.compile_ahead()
@@ -64,9 +64,17 @@ def make_config(layers: int, width: int) -> DecoderConfig:
         embed=width,
         layers=layers,
         context=4096,
-        attention=AttentionConfig(q_heads=width // 64, kv_heads=max(1, width // 256), head_dim=64),
-        positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
-        mlp=MlpConfig(hidden=width * 11 // 4, activation=Activation.SILU, gated=True),
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=width // 64,
+                    kv_heads=max(1, width // 256),
+                    head_dim=64,
+                    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
+                ),
+                mlp=MlpConfig(hidden=width * 11 // 4, activation=Activation.SILU, gated=True),
+            ),
+        ),
         norm=NormConfig(kind=NormKind.RMS),
     )
 

@@ -222,7 +222,7 @@ def compared() -> dict[Path, DecoderConfig]:
 
 def split_of_experts(config: DecoderConfig, mesh: MeshConfig) -> tuple[str, ...] | None:
     """Return the axes over which a model's experts are split: both, or those over which they divide."""
-    counts = {mlp.moe.router.experts for layer in range(config.layers) if (mlp := config.mlp_in(layer)).moe}
+    counts = {mlp.moe.router.experts for layer in range(config.layers) if (mlp := config.layer(layer).mlp).moe}
     sizes = {("data", "expert"): mesh.data * mesh.expert, ("expert",): mesh.expert, ("data",): mesh.data}
     return next((axes for axes, ways in sizes.items() if all(count % ways == 0 for count in counts)), None)
 
@@ -264,9 +264,17 @@ def dense_config() -> DecoderConfig:
         embed=768,
         layers=8,
         context=512,
-        attention=c.AttentionConfig(q_heads=12, kv_heads=4, head_dim=64),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
-        mlp=c.MlpConfig(hidden=2048, activation=c.Activation.SILU, gated=True),
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=12,
+                    kv_heads=4,
+                    head_dim=64,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
+                ),
+                mlp=c.MlpConfig(hidden=2048, activation=c.Activation.SILU, gated=True),
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
     )
 

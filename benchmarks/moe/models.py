@@ -35,9 +35,17 @@ def decoder(mlp: c.MlpConfig) -> DecoderConfig:
         embed=EMBED,
         layers=4,
         context=2048,
-        attention=c.AttentionConfig(q_heads=16, kv_heads=4, head_dim=64),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
-        mlp=mlp,
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=16,
+                    kv_heads=4,
+                    head_dim=64,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
+                ),
+                mlp=mlp,
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
     )
 

@@ -50,9 +50,17 @@ def config() -> DecoderConfig:
         embed=768,
         layers=8,
         context=CHUNKS * CHUNK + 64,
-        attention=c.AttentionConfig(q_heads=12, kv_heads=4, head_dim=64),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
-        mlp=c.MlpConfig(hidden=2048, activation=c.Activation.SILU, gated=True),
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=12,
+                    kv_heads=4,
+                    head_dim=64,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=64),
+                ),
+                mlp=c.MlpConfig(hidden=2048, activation=c.Activation.SILU, gated=True),
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
     )
 

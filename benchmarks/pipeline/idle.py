@@ -125,9 +125,17 @@ def tiny_config() -> DecoderConfig:
         embed=16,
         layers=STAGES[-1],
         context=128,
-        attention=c.AttentionConfig(q_heads=2, kv_heads=1, head_dim=8),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=8),
-        mlp=c.MlpConfig(hidden=32, activation=c.Activation.SILU, gated=True),
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=2,
+                    kv_heads=1,
+                    head_dim=8,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=8),
+                ),
+                mlp=c.MlpConfig(hidden=32, activation=c.Activation.SILU, gated=True),
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
     )
 

@@ -17,6 +17,7 @@ from jaxinfer.models.config import (
     AttentionConfig,
     ConvolutionalConfig,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     ModelConfig,
     TransformerConfig,
@@ -44,9 +45,8 @@ class Fitting:
     Attributes:
       original: the config of the stored model.
       config: the fitted one.
-      takes: what split dimensions take, none for those that stay as they are: of linears and norms of attention,
-        equal in all layers, and of embeddings by the last part of their names ("qkv", "out", "q_norm", "k_norm",
-        "embed", "head"), of MLPs by their whole names ("layers.0.mlp.experts.down").
+      takes: what split dimensions take, none for those that stay as they are, by the names of linears, norms and
+        embeddings ("layers.0.attention.qkv", "layers.0.mlp.experts.down", "head").
     """
 
     original: ModelConfig
@@ -56,7 +56,7 @@ class Fitting:
     def of_leaf(self, name: str, stored: Leaf) -> tuple[Take | None, ...]:
         """The take of each dimension of a stored leaf; None: all. Raises ValueError if int4 groups are split."""
         linear = name.rpartition(".")[0]
-        if (take := self._take(linear)) is None:
+        if (take := self.takes.get(linear)) is None:
             return (None,) * len(stored.shape)
         size = self.stored_size(linear)
         return tuple(
@@ -64,12 +64,9 @@ class Fitting:
             for dim, axis in enumerate(stored.axes)
         )
 
-    def _take(self, linear: str) -> Take | None:
-        return self.takes.get(linear, self.takes.get(linear.rpartition(".")[2]))
-
     def take(self, linear: str, array: np.ndarray, dim: int) -> np.ndarray:
         """Fit an array on the host; `dim` is the dimension in which its linear is split."""
-        if (take := self._take(linear)) is None:
+        if (take := self.takes.get(linear)) is None:
             return array
         shape = [1] * array.ndim
         shape[dim] = -1
@@ -77,27 +74,26 @@ class Fitting:
 
     def size(self, linear: str) -> int:
         """The size of the dimension of a linear or embedding that can be split."""
-        take = self._take(linear)
+        take = self.takes.get(linear)
         return self.stored_size(linear) if take is None else len(take)
 
     def stored_size(self, linear: str) -> int:
         """The size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
         assert not isinstance(config, ConvolutionalConfig)
-        attention = config.attention
         match linear.split("."):
             case "layers", layer, "mlp", *within, part:
-                mlp = config.mlp_in(int(layer))
+                mlp = config.layer(int(layer)).mlp
                 mlp = mlp.shared if within == ["shared"] else mlp
                 assert mlp is not None
                 return mlp.hidden * (2 if part == "gate_up" and mlp.gated else 1)
-            case *_, "qkv":
-                return attention.kv_heads * (attention.group + 2) * attention.head_dim
-            case *_, "out" | "q_norm":
-                return attention.q_heads * attention.head_dim
-            case *_, "k_norm":
-                return attention.kv_heads * attention.head_dim
+            case "layers", layer, "attention", part:
+                attention = config.layer(int(layer)).mixer
+                kv_heads, group = attention.kv_heads, attention.group
+                heads = {"qkv": kv_heads * (group + 2), "k_norm": kv_heads}.get(part, attention.q_heads)
+                return heads * attention.head_dim
             case "attention_pooling", "mlp", part:
+                assert isinstance(config, ViTConfig)
                 return config.mlp.hidden * (2 if part == "gate_up" and config.mlp.gated else 1)
         assert not isinstance(config, ViTConfig)
         return config.vocab
@@ -155,7 +151,7 @@ def _check_experts(config: DecoderConfig, mesh: Mesh | AbstractMesh, rules: Shar
         )
     ways = rules.ways(mesh, "experts")
     for layer in config.moe_layers:
-        moe = config.mlp_in(layer).moe
+        moe = config.layer(layer).mlp.moe
         if moe is not None and (experts := moe.router.experts) % ways:
             over = " x ".join(name for name in rules.mesh_axes("experts") if mesh.shape.get(name, 1) > 1)
             nearest = next(n for n in range(min(ways, experts), 0, -1) if experts % n == 0)
@@ -173,16 +169,17 @@ def _fit(
     *,
     stored: QuantizedFormat | None,
 ) -> Fitting:
-    takes: dict[str, Take] = {}
-    attention, heads = _fit_heads(config.attention, ways["heads"], weights)
-    if heads is not None:
-        takes |= heads
+    takes, heads_of = dict[str, Take](), functools.cache(_fit_heads)  # kinds of layers share their arrays
+
+    def fit_layer(kind: LayerConfig) -> LayerConfig:
+        mixer, _ = heads_of(kind.mixer, ways["heads"], weights)
+        return dataclasses.replace(kind, mixer=mixer, mlp=_fit_mlp(kind.mlp, ways, weights))
+
+    fitted = config.map_layers(fit_layer)
+    for layer in range(config.layers):
+        _, heads = heads_of(config.layer(layer).mixer, ways["heads"], weights)
+        takes |= {f"layers.{layer}.attention.{part}": take for part, take in heads.items()}
     takes |= _fit_mlps(config, ways, weights)
-    fitted = dataclasses.replace(config, attention=attention, mlp=_fit_mlp(config.mlp, ways, weights))
-    if isinstance(config, DecoderConfig):
-        assert isinstance(fitted, DecoderConfig)
-        mlps = tuple(_fit_mlp(mlp, ways, weights) for mlp in config.layer_mlps)
-        fitted = dataclasses.replace(fitted, layer_mlps=mlps)
     if not isinstance(config, ViTConfig) and ways["vocab"] > 1:
         vocab = _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
         if vocab != config.vocab:
@@ -212,7 +209,7 @@ def _fit_mlps(config: TransformerConfig | ViTConfig, ways: Mapping[str, int], we
     """Return what the matrices of MLPs take that are not as wide as their layer's MLP is stored."""
     takes = dict[str, Take]()
     shared = functools.cache(_padded)  # by layers that are alike
-    mlps = {f"layers.{layer}.mlp": config.mlp_in(layer) for layer in range(config.layers)}
+    mlps = {f"layers.{layer}.mlp": config.layer(layer).mlp for layer in range(config.layers)}
     if isinstance(config, ViTConfig) and config.pooling_heads:
         mlps["attention_pooling.mlp"] = config.mlp
     for name, stored in mlps.items():
@@ -228,10 +225,8 @@ def _fit_mlps(config: TransformerConfig | ViTConfig, ways: Mapping[str, int], we
     return takes
 
 
-def _fit_heads(
-    attention: AttentionConfig, ways: int, weights: WeightFormat
-) -> tuple[AttentionConfig, dict[str, Take] | None]:
-    """Fit the attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
+def _fit_heads(attention: AttentionConfig, ways: int, weights: WeightFormat) -> tuple[AttentionConfig, dict[str, Take]]:
+    """Fit the attention whose KV heads divide, with the fewest heads to compute, and what its parts take."""
 
     inputs, sizes = attention.q_heads * attention.head_dim, []
     for copies in range(1, attention.group + 1):
@@ -244,7 +239,7 @@ def _fit_heads(
         raise ValueError(_never_fits("attention.out", inputs))
     _, copies, kv_heads, group = min(sizes)
     if (kv_heads, group) == (attention.kv_heads, attention.group):
-        return attention, None
+        return attention, {}
     queries = np.full((kv_heads, group), -1)
     keys = np.full(kv_heads, -1)
     for head in range(attention.kv_heads):

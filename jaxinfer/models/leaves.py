@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
-from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.models.config import AttentionConfig, DecoderConfig, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
@@ -54,9 +54,16 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
     """Return keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
     if not isinstance(config, DecoderConfig):
         return {}
-    shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
-    pages = Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
-    return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
+
+    def pages(attention: AttentionConfig) -> Leaf:
+        shape = (batch, context, attention.kv_heads, attention.head_dim)
+        return Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
+
+    return {
+        f"{name}.{layer}": pages(config.layer(layer).mixer)
+        for layer in range(config.layers)
+        for name in ("keys", "values")
+    }
 
 
 def leaves_of_part(

@@ -1,8 +1,9 @@
 """The planner's shape of a decoder, from its config."""
 
 import collections
+import dataclasses
 
-from jaxinfer.models.config import DecoderConfig, MlpConfig
+from jaxinfer.models.config import DecoderConfig, LayerConfig
 from jaxinfer.sharding.planner import LayerShape, ModelShape
 
 
@@ -11,34 +12,33 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
 
     name: what errors and tables call it.
     """
-    kinds = collections.Counter(
-        (config.mlp_in(layer), config.attention.window(layer)) for layer in range(config.layers)
-    )
+    counts = collections.Counter(_layer(config, config.layer(layer)) for layer in range(config.layers))
     return ModelShape(
         name=name,
         hidden=config.output_width,
         vocab=config.vocab,
-        heads=config.attention.q_heads,
+        heads=config.layer(0).mixer.q_heads,
         tied=config.tied,
-        layers=tuple(_layer(config, mlp, window, count) for (mlp, window), count in kinds.items()),
+        layers=tuple(dataclasses.replace(layer, count=count) for layer, count in counts.items()),
     )
 
 
-def _layer(config: DecoderConfig, mlp: MlpConfig, window: int | None, count: int) -> LayerShape:
-    attention, width = config.attention, (3 if mlp.gated else 2) * config.embed
+def _layer(config: DecoderConfig, kind: LayerConfig) -> LayerShape:
+    attention, mlp = kind.mixer, kind.mlp
+    width = (3 if mlp.gated else 2) * config.embed
     params = 2 * config.embed * attention.head_dim * (attention.q_heads + attention.kv_heads)
     sizes = {
-        "count": count,
-        "kv_values": 2 * attention.kv_heads * attention.head_dim,
+        "count": 1,
+        "kv_values": attention.kv_values,
         "kv_heads": attention.kv_heads,
         "pair_flops": 4 * attention.q_heads * attention.head_dim,
     }
     if mlp.moe is None:
-        return LayerShape(params=params + width * mlp.hidden, window=window, **sizes)
+        return LayerShape(params=params + width * mlp.hidden, window=attention.window, **sizes)
     router = mlp.moe.router
     return LayerShape(
         params=params + width * mlp.moe.shared_hidden + config.embed * router.experts,
-        window=window,
+        window=attention.window,
         experts=router.experts,
         chosen=router.experts_per_token,
         expert_params=width * mlp.hidden,

@@ -20,6 +20,8 @@ from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
     DecoderConfig,
+    LayerConfig,
+    LearnedPositions,
     MlpConfig,
     ModelConfig,
     MoeConfig,
@@ -46,9 +48,15 @@ def _gpt(*, embed: int, layers: int, heads: int, context: int = 2048) -> Decoder
         embed=embed,
         layers=layers,
         context=context,
-        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=embed // heads, qkv_bias=True, out_bias=True),
-        positions=PositionsConfig(kind=PositionKind.LEARNED),
-        mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU_TANH, bias=True),
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads, kv_heads=heads, head_dim=embed // heads, qkv_bias=True, out_bias=True
+                ),
+                mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU_TANH, bias=True),
+            ),
+        ),
+        learned_positions=LearnedPositions(),
         norm=_LAYER_NORM,
         tied=True,
     )
@@ -58,8 +66,8 @@ def _gpt_moe(*, embed: int, layers: int, heads: int) -> DecoderConfig:
     """Arrange layers as GPT-2 does, with 128 experts in every second one, of which a token has one (Table II)."""
     dense = _gpt(embed=embed, layers=layers, heads=heads)
     router = RouterConfig(experts=128, experts_per_token=1, normalize=False)
-    experts = dataclasses.replace(dense.mlp, moe=MoeConfig(router=router))
-    return dataclasses.replace(dense, layer_mlps=(dense.mlp, experts))
+    (kind,) = dense.pattern
+    return dataclasses.replace(dense, pattern=(kind, kind.with_mlp(moe=MoeConfig(router=router))))
 
 
 def _llama(
@@ -70,9 +78,17 @@ def _llama(
         embed=embed,
         layers=layers,
         context=context,
-        attention=AttentionConfig(q_heads=heads, kv_heads=kv_heads, head_dim=embed // heads),
-        positions=PositionsConfig(kind=PositionKind.ROTARY, theta=theta, rotary_dim=embed // heads),
-        mlp=MlpConfig(hidden=hidden, activation=Activation.SILU, gated=True),
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=embed // heads,
+                    positions=PositionsConfig(kind=PositionKind.ROTARY, theta=theta, rotary_dim=embed // heads),
+                ),
+                mlp=MlpConfig(hidden=hidden, activation=Activation.SILU, gated=True),
+            ),
+        ),
         norm=NormConfig(kind=NormKind.RMS, eps=1e-5),
     )
 
@@ -82,22 +98,34 @@ _GPT_NEO = DecoderConfig(
     embed=2560,
     layers=32,
     context=2048,
-    attention=AttentionConfig(q_heads=20, kv_heads=20, head_dim=128, out_bias=True, scale=1.0, windows=(None, 256)),
-    positions=PositionsConfig(kind=PositionKind.LEARNED),
-    mlp=MlpConfig(hidden=10_240, activation=Activation.GELU_TANH, bias=True),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(q_heads=20, kv_heads=20, head_dim=128, out_bias=True, scale=1.0),
+            mlp=MlpConfig(hidden=10_240, activation=Activation.GELU_TANH, bias=True),
+        ),
+    ),
+    learned_positions=LearnedPositions(),
     norm=_LAYER_NORM,
     tied=True,
-)
+).with_windows((None, 256))
 
 _GPT_J = DecoderConfig(
     vocab=50_400,
     embed=4096,
     layers=28,
     context=2048,
-    block=BlockKind.PARALLEL,
-    attention=AttentionConfig(q_heads=16, kv_heads=16, head_dim=256),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
-    mlp=MlpConfig(hidden=16_384, activation=Activation.GELU_TANH, bias=True),
+    pattern=(
+        LayerConfig(
+            block=BlockKind.PARALLEL,
+            mixer=AttentionConfig(
+                q_heads=16,
+                kv_heads=16,
+                head_dim=256,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
+            ),
+            mlp=MlpConfig(hidden=16_384, activation=Activation.GELU_TANH, bias=True),
+        ),
+    ),
     norm=_LAYER_NORM,
     head_bias=True,
 )
@@ -107,10 +135,20 @@ _GPT_NEOX = DecoderConfig(
     embed=6144,
     layers=44,
     context=2048,
-    block=BlockKind.PARALLEL_TWO_NORMS,
-    attention=AttentionConfig(q_heads=64, kv_heads=64, head_dim=96, qkv_bias=True, out_bias=True),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=24),
-    mlp=MlpConfig(hidden=24_576, activation=Activation.GELU_TANH, bias=True),
+    pattern=(
+        LayerConfig(
+            block=BlockKind.PARALLEL_TWO_NORMS,
+            mixer=AttentionConfig(
+                q_heads=64,
+                kv_heads=64,
+                head_dim=96,
+                qkv_bias=True,
+                out_bias=True,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=24),
+            ),
+            mlp=MlpConfig(hidden=24_576, activation=Activation.GELU_TANH, bias=True),
+        ),
+    ),
     norm=_LAYER_NORM,
 )
 
@@ -119,21 +157,28 @@ _QWEN3 = DecoderConfig(
     embed=1024,
     layers=28,
     context=40_960,
-    attention=AttentionConfig(q_heads=16, kv_heads=8, head_dim=128, qk_norm=True),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=128),
-    mlp=MlpConfig(hidden=3072, activation=Activation.SILU, gated=True),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(
+                q_heads=16,
+                kv_heads=8,
+                head_dim=128,
+                qk_norm=True,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=128),
+            ),
+            mlp=MlpConfig(hidden=3072, activation=Activation.SILU, gated=True),
+        ),
+    ),
     norm=NormConfig(kind=NormKind.RMS, eps=1e-6),
     tied=True,
 )
 
 _QWEN3_MOE = dataclasses.replace(
-    _QWEN3,
+    _QWEN3.with_attention(q_heads=32, kv_heads=4).with_mlp(
+        hidden=768, moe=MoeConfig(router=RouterConfig(experts=128, experts_per_token=8))
+    ),
     embed=2048,
     layers=48,
-    attention=dataclasses.replace(_QWEN3.attention, q_heads=32, kv_heads=4),
-    mlp=dataclasses.replace(
-        _QWEN3.mlp, hidden=768, moe=MoeConfig(router=RouterConfig(experts=128, experts_per_token=8))
-    ),
     tied=False,
 )
 
@@ -141,18 +186,26 @@ _MIXTRAL = _llama(
     vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, hidden=14_336, context=32_768, theta=1_000_000.0
 )
 
-_GEMMA3_LOCAL = PositionsConfig(kind=PositionKind.ROTARY, theta=10_000.0, rotary_dim=256)
-_GEMMA3_GLOBAL = PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=256)
+_GEMMA3_GLOBAL = LayerConfig(
+    block=BlockKind.SANDWICH,
+    mixer=AttentionConfig(
+        q_heads=4,
+        kv_heads=1,
+        head_dim=256,
+        qk_norm=True,
+        positions=PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=256),
+    ),
+    mlp=MlpConfig(hidden=6912, activation=Activation.GELU_TANH, gated=True),
+)
+_GEMMA3_LOCAL = _GEMMA3_GLOBAL.with_attention(
+    window=512, positions=PositionsConfig(kind=PositionKind.ROTARY, theta=10_000.0, rotary_dim=256)
+)
 _GEMMA3 = DecoderConfig(
     vocab=262_144,
     embed=1152,
     layers=26,
     context=32_768,
-    block=BlockKind.SANDWICH,
-    attention=AttentionConfig(q_heads=4, kv_heads=1, head_dim=256, qk_norm=True, windows=(*(512,) * 5, None)),
-    positions=_GEMMA3_GLOBAL,
-    layer_positions=(*(_GEMMA3_LOCAL,) * 5, _GEMMA3_GLOBAL),
-    mlp=MlpConfig(hidden=6912, activation=Activation.GELU_TANH, gated=True),
+    pattern=(*(_GEMMA3_LOCAL,) * 5, _GEMMA3_GLOBAL),
     norm=NormConfig(kind=NormKind.RMS, eps=1e-6),
     embed_scale=1152**0.5,
     tied=True,
@@ -206,10 +259,7 @@ PRESETS: dict[str, DecoderConfig] = {
         context=8192,
         theta=500_000.0,
     ),
-    "mixtral-8x7b": dataclasses.replace(
-        _MIXTRAL,
-        mlp=dataclasses.replace(_MIXTRAL.mlp, moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2))),
-    ),
+    "mixtral-8x7b": _MIXTRAL.with_mlp(moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2))),
     "qwen3-0.6b": _QWEN3,
     "qwen3-30b-a3b": _QWEN3_MOE,
     "gemma3-1b": _GEMMA3,
@@ -300,7 +350,7 @@ def active_parameter_count(config: ModelConfig) -> int:
         if not leaf.parts or layer is None:
             return size
         assert isinstance(config, DecoderConfig)
-        moe = config.mlp_in(layer).moe
+        moe = config.layer(layer).mlp.moe
         assert moe is not None
         return size // moe.router.experts * moe.router.experts_per_token
 

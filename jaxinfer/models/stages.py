@@ -135,7 +135,7 @@ def divide(config: DecoderConfig, count: int) -> Stages:
     if len(pattern) >= config.layers and count > 1:
         nearest = next(n for n in range(count - 1, 0, -1) if n == 1 or _divides(config, n))
         raise ValueError(
-            f"mesh pipeline={count}: the layers of its stages differ in kind (windows, positions, MLPs or scales), and "
+            f"mesh pipeline={count}: the layers of its stages differ in kind (`DecoderConfig.pattern`), and "
             f"side by side they would need {len(pattern)} positions on each device, as many as the model has layers; "
             f"set pipeline = {nearest}."
         )

@@ -154,7 +154,7 @@ def experts_of(config: ModelConfig) -> list[tuple[int, int]]:
     """The layer and number of each expert, in the order of their files, which follow those of the layers."""
     if not isinstance(config, DecoderConfig):
         return []
-    moes = [(layer, moe) for layer in range(config.layers) if (moe := config.mlp_in(layer).moe)]
+    moes = [(layer, moe) for layer in range(config.layers) if (moe := config.layer(layer).mlp.moe)]
     return [(layer, expert) for layer, moe in moes for expert in range(moe.router.experts)]
 
 

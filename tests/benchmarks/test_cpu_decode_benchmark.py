@@ -38,12 +38,20 @@ def small(*, tied: bool = False, windows=(None,)) -> DecoderConfig:
         embed=128,
         layers=2,
         context=64,
-        attention=c.AttentionConfig(q_heads=4, kv_heads=2, head_dim=32, windows=windows),
-        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=32),
-        mlp=c.MlpConfig(hidden=256, activation=c.Activation.SILU, gated=True),
+        pattern=(
+            c.LayerConfig(
+                mixer=c.AttentionConfig(
+                    q_heads=4,
+                    kv_heads=2,
+                    head_dim=32,
+                    positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=32),
+                ),
+                mlp=c.MlpConfig(hidden=256, activation=c.Activation.SILU, gated=True),
+            ),
+        ),
         norm=c.NormConfig(kind=c.NormKind.RMS),
         tied=tied,
-    )
+    ).with_windows(windows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -92,14 +92,14 @@ def test_others_are_what_this_process_and_its_children_do_not_take():
     assert 0 <= others.share() <= 1
 
 
-def test_layers_are_repeated_until_they_divide_and_one_golden_has_no_stages():
+def test_layers_are_repeated_until_they_divide():
     every = {folder.name: config for folder, config in decoders(every=True).items()}
-    assert [name for name, config in every.items() if repeats_of(config) is None] == ["gpt2_inverse_layers"]
+    assert [name for name, config in every.items() if repeats_of(config) is None] == []
     for name in ("gemma2_window", "dots1_plain", "gemma3_sees"):
         config = repeated(every[name], repeats_of(every[name]))
         assert are_divisible(config)
-        assert [config.mlp_in(x) for x in range(every[name].layers)] == [
-            every[name].mlp_in(x) for x in range(every[name].layers)
+        assert [config.layer(x).mlp for x in range(every[name].layers)] == [
+            every[name].layer(x).mlp for x in range(every[name].layers)
         ]
     first = {json.loads((folder / "config.json").read_text())["model_type"] for folder in decoders(every=False)}
     assert len(first) == len(decoders(every=False))

@@ -317,9 +317,9 @@ def test_a_mixture_of_experts(tmp_path):
     assert re.search(r"\n grouped_matmul +xla +xla ", done.stdout)
     assert re.search(r"\n top_k_gating +mosaic +mosaic ", done.stdout)
     assert re.search(r"No kernel in decode, batch 8: grouped_matmul takes .*int8", done.stdout)
-    mixed = MOE_CONFIGS["sigmoid"].layer_mlps[1]
+    mixed = MOE_CONFIGS["sigmoid"].layer(1).mlp
     moe = dataclasses.replace(mixed.moe, router=dataclasses.replace(mixed.moe.router, capacity_factor=1.5))
-    config = dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, dataclasses.replace(mixed, moe=moe)))
+    config = CONFIG.with_mlps((CONFIG.layer(0).mlp, dataclasses.replace(mixed, moe=moe)))
     rows = _rows(save_tiny(tmp_path / "mixed", config=config))
     assert (rows["MLP hidden"], rows["layers with experts"]) == ("48 gated", "1")
     assert rows["experts per token"] == "2, at most 1.5 times their even share"

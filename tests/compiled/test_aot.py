@@ -39,7 +39,7 @@ def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16
     graphdef, state = nnx.split(abstract_model(config, weights))
     leaves, treedef = jax.tree.flatten(state)
     pages = CONTEXT // page_size
-    page = (page_size, config.attention.kv_heads, config.attention.head_dim)
+    page = (page_size, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
     cache = jax.ShapeDtypeStruct((batch * pages, *page), weights.dtype)
     one = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
@@ -55,7 +55,7 @@ def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16
 
 def cache_bytes(batch=1):
     """Bytes of one layer's keys, or of its values."""
-    attention = preset("gpt-j-6b").attention
+    attention = preset("gpt-j-6b").layer(0).mixer
     return batch * CONTEXT * attention.kv_heads * attention.head_dim * 2
 
 
@@ -221,7 +221,7 @@ def test_a_layer_of_a_vision_transformer_that_merges_tokens(first, attention, ke
 
     def layer(state, x, sizes):
         model = nnx.merge(graphdef, state)
-        return adaptation.run_layers(model.layers, x, config.positions, sizes=sizes)[:2]
+        return adaptation.run_layers(model.layers, x, sizes=sizes)[:2]
 
     x = jax.ShapeDtypeStruct((32, config.tokens, config.embed), jnp.bfloat16)
     sizes = None if first else jax.ShapeDtypeStruct(x.shape[:2], jnp.float32)

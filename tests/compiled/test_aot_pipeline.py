@@ -70,7 +70,14 @@ def weights_of_a_device(layers):
 
 def cache_bytes(positions):
     """Bytes of a device's keys and values: two requests, a quarter of the heads."""
-    return positions * 2 * (2 * CONTEXT) * (LM.attention.kv_heads // 4) * LM.attention.head_dim * BF16.dtype.itemsize
+    return (
+        positions
+        * 2
+        * (2 * CONTEXT)
+        * (LM.layer(0).mixer.kv_heads // 4)
+        * LM.layer(0).mixer.head_dim
+        * BF16.dtype.itemsize
+    )
 
 
 def place(collective):
@@ -195,9 +202,7 @@ def copied_shapes(hlo):
 @pytest.mark.parametrize("chunks", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_cpu_copies_neither_caches_nor_matrices(chunks):
     """Five layers in two stages, so that some positions are an identity layer on one; caches much larger than all."""
-    config = dataclasses.replace(
-        CONFIG, embed=64, layers=5, mlp=dataclasses.replace(CONFIG.mlp, hidden=1024), tied=True
-    )
+    config = dataclasses.replace(CONFIG.with_mlp(hidden=1024), embed=64, layers=5, tied=True)
     mesh, engine = MeshConfig(pipeline=2).build(jax.devices()[:2]), EngineConfig(max_batch=2, context=128)
     layout = DeviceLayout(config, WeightFormat(), engine, num_pages=4096, platform="cpu", mesh=mesh)
     sizes = ring.prefill_sizes(2, chunks=4, rows_of_each=1, pages=8) if chunks else ring.decode_sizes(2, 2, 0, 8)

@@ -24,7 +24,7 @@ from jaxinfer.generation.execution.programs import admit, copy_pages, decode, de
 from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import KVPages, WeightFormat
-from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
+from jaxinfer.models.config import NO_POSITIONS, EncoderConfig, LearnedPositions
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 from jaxinfer.pallas_kernels.mosaic import tuning
@@ -272,8 +272,9 @@ def test_every_program_of_ours_can_be_kept(model_dir):
 def _encoder():
     names = [field.name for field in dataclasses.fields(EncoderConfig) if hasattr(CONFIG, field.name)]
     options = {name: getattr(CONFIG, name) for name in names}
-    attention = dataclasses.replace(CONFIG.attention, windows=(None,))
-    return EncoderConfig(**options | {"attention": attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)})
+    attention = dataclasses.replace(CONFIG.layer(0).mixer, positions=NO_POSITIONS)
+    kind = {"attention": attention, "mlp": CONFIG.layer(0).mlp, "learned_positions": LearnedPositions()}
+    return EncoderConfig(**options | kind)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +338,7 @@ def test_logits_processors_are_never_kept(model_dir, store):
 
 def test_products_of_onednn_cannot_be_kept(store):
     """Should this fail because jaxlib has learned to serialise them, `ExecutableStore.save` has a case less."""
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=1024)
-    large = dataclasses.replace(CONFIG, embed=1024, layers=1, mlp=mlp)
+    large = dataclasses.replace(CONFIG.with_mlp(hidden=1024), embed=1024, layers=1)
     layout = DeviceLayout(large, WeightFormat(), ENGINE, num_pages=4, platform="cpu")
     options = compiler_options("cpu", rows=8, dtype=np.dtype(np.float32), weight_bytes=LARGE_WEIGHTS)
     assert options["xla_cpu_use_onednn"]

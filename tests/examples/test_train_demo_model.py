@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxinfer.models.config import MlpConfig
 from jaxinfer.models.files.loading import load_model
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_demo_model.py"
@@ -30,15 +29,9 @@ def script():
 @pytest.fixture(scope="module")
 def config(script):
     cfg = script.CONFIG
-    return dataclasses.replace(
-        cfg,
-        vocab=300,
-        embed=32,
-        layers=1,
-        attention=dataclasses.replace(cfg.attention, q_heads=4, kv_heads=2, head_dim=8),
-        positions=dataclasses.replace(cfg.positions, rotary_dim=8),
-        mlp=MlpConfig(hidden=48, activation=cfg.mlp.activation, gated=True),
-    )
+    positions = dataclasses.replace(cfg.layer(0).mixer.positions, rotary_dim=8)
+    small = cfg.with_attention(q_heads=4, kv_heads=2, head_dim=8, positions=positions).with_mlp(hidden=48)
+    return dataclasses.replace(small, vocab=300, embed=32, layers=1)
 
 
 def test_corpus_holds_out_and_deduplicates(script, library):

@@ -13,15 +13,9 @@ from examples import train_moe_demo_model as script
 from jaxinfer.checkpoints import read_manifest
 from jaxinfer.models.files.loading import load_model
 
-CONFIG = dataclasses.replace(
-    script.CONFIG,
-    vocab=300,
-    embed=32,
-    layers=1,
-    attention=dataclasses.replace(script.CONFIG.attention, q_heads=4, kv_heads=2, head_dim=8),
-    positions=dataclasses.replace(script.CONFIG.positions, rotary_dim=8),
-    mlp=dataclasses.replace(script.CONFIG.mlp, hidden=16),
-)
+_POSITIONS = dataclasses.replace(script.CONFIG.layer(0).mixer.positions, rotary_dim=8)
+_NARROW = script.CONFIG.with_attention(q_heads=4, kv_heads=2, head_dim=8, positions=_POSITIONS).with_mlp(hidden=16)
+CONFIG = dataclasses.replace(_NARROW, vocab=300, embed=32, layers=1)
 EVERY_CHOICE = 4.0
 """The capacity factor at which an expert has room for all tokens: 8 experts, of which each takes 2."""
 

@@ -46,7 +46,7 @@ ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
 EXPERTS = [name for name in DECODERS if config_of(name).moe_layers]
 
-IN_STAGES = [name for name in DECODERS if not config_of(name).attention.scale_by_inverse_layer]
+IN_STAGES = [name for name in DECODERS if len({kind.mixer.scale for kind in config_of(name).pattern}) == 1]
 """Decoders with layers that compute the same with other weights, which stages need."""
 
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
@@ -170,7 +170,7 @@ def forward_by_layers(graph, state, tokens, positions, caches=None, page_table=N
     x, new_caches = _enter(graph, state, rows), []
     for layer, cache in zip(model.layers, caches or [None] * len(model.layers), strict=True):
         layer_graph, layer_state = nnx.split(layer)
-        x, cache = _run_layer((layer_graph, model.cfg.all_positions), layer_state, x, rows, cache)
+        x, cache = _run_layer((layer_graph, model.cfg.positions), layer_state, x, rows, cache)
         new_caches.append(cache)
     return _leave(graph, state, x, rows), new_caches
 
@@ -228,7 +228,7 @@ def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KV
     count = batch * pages_per_row + 1
     rng = np.random.default_rng(0)
     table = rng.permutation(count)[: batch * pages_per_row].reshape(batch, pages_per_row).astype(np.int32)
-    shape = (count, PAGE_SIZE, config.attention.kv_heads, config.attention.head_dim)
+    shape = (count, PAGE_SIZE, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
     caches = [
         KVPages(*(jax.device_put(rng.normal(size=shape).astype(np.float32)) for _ in "kv"))
         for _ in range(config.layers)

@@ -8,10 +8,12 @@ import pytest
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import (
+    NO_POSITIONS,
     AttentionConfig,
     BlockKind,
     EncoderConfig,
     GroupScore,
+    LearnedPositions,
     MoeConfig,
     PositionKind,
     PositionsConfig,
@@ -21,13 +23,16 @@ from jaxinfer.models.config import (
     SharedMix,
     alibi_slopes,
 )
+from jaxinfer.models.families import gpt2
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.layers.rotary import rotary_frequencies, rotary_table
 from jaxinfer.models.presets import preset
 
 LLAMA = preset("llama-213m")
+LAYER = LLAMA.layer(0)
+ROTARY = LAYER.mixer.positions
 ROUTER = RouterConfig(experts=8, experts_per_token=3)
-EXPERTS = dataclasses.replace(LLAMA.mlp, moe=MoeConfig(router=ROUTER))
+EXPERTS = dataclasses.replace(LAYER.mlp, moe=MoeConfig(router=ROUTER))
 RESNET = ResNetConfig(labels=("a",), stem=8, widths=(8, 8), depths=(1, 1), bottleneck=False, image_size=8)
 
 
@@ -37,9 +42,10 @@ def change(part, **values):
 
 def encoder(**changes):
     """Makes an encoder with attention and MLP of a decoder."""
-    fields = {"attention": LLAMA.attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)}
-    fields |= {"mlp": LLAMA.mlp} | changes
-    return lambda: EncoderConfig(vocab=8, embed=8, layers=1, context=8, norm=LLAMA.norm, **fields)
+    attention = dataclasses.replace(LAYER.mixer, **{"positions": NO_POSITIONS} | changes.pop("attention", {}))
+    sizes = {"vocab": 8, "embed": 8, "layers": 1, "context": 8, "learned_positions": LearnedPositions()}
+    fields = sizes | {"mlp": LAYER.mlp, "norm": LLAMA.norm, "attention": attention} | changes
+    return lambda: EncoderConfig(**fields)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +55,16 @@ def encoder(**changes):
         (change(LLAMA, layers=-1), r"DecoderConfig\.layers must be >= 1, got -1"),
         (change(LLAMA, layers=10**9), "DecoderConfig has 1000000000 layers; models of at most 4096"),
         (change(RESNET, depths=(10**9, 1)), "ResNetConfig has 1000000001 layers"),
-        (change(LLAMA.attention, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
-        (change(LLAMA.attention, windows=()), "windows must hold None or sizes"),
-        (change(LLAMA.attention, windows=(None, 0)), "windows must hold None or sizes"),
-        (change(LLAMA.positions, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
-        (change(LLAMA, positions=dataclasses.replace(LLAMA.positions, rotary_dim=66)), "larger than head_dim=64"),
-        (change(LLAMA.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
+        (change(LAYER.mixer, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
+        (change(LAYER.mixer, window=0), r"AttentionConfig\.window must be None or >= 1, got 0"),
+        (change(ROTARY, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
+        (change(LAYER.mixer, positions=dataclasses.replace(ROTARY, rotary_dim=66)), "larger than head_dim=64"),
+        (change(LLAMA, pattern=()), r"DecoderConfig\.pattern must hold at least one kind of layer"),
+        (
+            change(LLAMA, pattern=(LAYER, LAYER.with_attention(head_dim=128))),
+            r"different kv_heads and head_dim \(\[\(4, 64\), \(4, 128\)\]\), which is not implemented",
+        ),
+        (change(LAYER.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
         (change(LLAMA, word_embed=0), r"DecoderConfig\.word_embed must be >= 1, got 0"),
         (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),
         (change(ROUTER, experts=2), r"RouterConfig\.experts_per_token=3 is more than experts=2"),
@@ -70,15 +80,12 @@ def encoder(**changes):
         (change(ROUTER, capacity_factor=math.nan), r"RouterConfig\.capacity_factor must be at least 1, got nan"),
         (change(EXPERTS.moe, shared_hidden=-1), r"MoeConfig\.shared_hidden must be >= 0, got -1"),
         (change(EXPERTS.moe, shared_mix=SharedMix.GATED), r"MoeConfig\.shared_mix=gated needs a shared MLP"),
-        (change(LLAMA, mlp=EXPERTS, block=BlockKind.PARALLEL), "block=parallel is not implemented with experts"),
+        (change(LAYER, mlp=EXPERTS, block=BlockKind.PARALLEL), "block=parallel is not implemented with experts"),
         (encoder(mlp=EXPERTS), r"EncoderConfig\.mlp\.moe is not implemented: only decoders have experts"),
         (lambda: RopeScaling(kind="dynamic", factor=2.0), "kind='dynamic' is not implemented"),
         (lambda: RopeScaling(kind="yarn", factor=2.0), "original_context must be >= 1 for yarn"),
-        (encoder(positions=LLAMA.positions), "kind=rotary is not implemented; use learned"),
-        (
-            encoder(attention=dataclasses.replace(LLAMA.attention, windows=(None, 4))),
-            r"EncoderConfig\.attention\.windows=\(None, 4\) is not implemented",
-        ),
+        (encoder(attention={"positions": ROTARY}), "kind=rotary is not implemented: positions are learned; use none"),
+        (encoder(attention={"window": 4}), r"EncoderConfig\.attention\.window=4 is not implemented"),
     ],
 )
 def test_refusals_name_the_field(make, message):
@@ -91,7 +98,7 @@ def test_configs_are_hashable():
 
 
 def test_an_unknown_kind_of_router_in_a_model_directory_is_refused(tmp_path):
-    config = dataclasses.replace(LLAMA, layer_mlps=(LLAMA.mlp, EXPERTS))
+    config = LLAMA.with_mlps((LAYER.mlp, EXPERTS))
     description = Description(family="mixtral", config=config, dtype="float32")
     (tmp_path / "config.json").write_bytes(description.to_json())
     assert Description.read(tmp_path) == description
@@ -101,18 +108,28 @@ def test_an_unknown_kind_of_router_in_a_model_directory_is_refused(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_windows_cycle_over_layers():
-    attention = AttentionConfig(q_heads=1, kv_heads=1, head_dim=2, windows=(None, 7))
-    assert [attention.window(i) for i in range(4)] == [None, 7, None, 7]
+def test_kinds_cycle_over_layers():
+    config = dataclasses.replace(LLAMA, layers=6).with_windows((None, 7)).with_mlps((LAYER.mlp, LAYER.mlp, EXPERTS))
+    assert len(config.pattern) == 6
+    assert [config.layer(i).mixer.window for i in range(6)] == [None, 7] * 3
+    assert config.moe_layers == (2, 5)
+    assert config.layer_kinds == (0, 1, 2, 1, 0, 5)
+    assert config.with_windows((7,)).layer_kinds == (0, 0, 2, 0, 0, 2)
+    assert len(config.with_windows((7,)).pattern) == 3
+    assert config.with_layers((5, 0)).pattern == (config.pattern[5], config.pattern[0])
 
 
-def test_scores_are_scaled_layer_by_layer():
+def test_scores_are_divided_by_the_root_of_the_width_unless_a_scale_is_given():
     attention = AttentionConfig(q_heads=1, kv_heads=1, head_dim=4)
-    assert [attention.score_scale(i) for i in range(3)] == [0.5, 0.5, 0.5]
-    by_layer = dataclasses.replace(attention, scale_by_inverse_layer=True)
-    assert [by_layer.score_scale(i) for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
-    unscaled = dataclasses.replace(by_layer, scale=1.0)
-    assert [unscaled.score_scale(i) for i in range(3)] == [1.0, 1 / 2, 1 / 3]
+    assert attention.score_scale == 0.5
+    assert dataclasses.replace(attention, scale=0.3).score_scale == 0.3
+
+
+def test_gpt2_may_scale_scores_by_the_layer():
+    fields = {"vocab_size": 8, "n_embd": 16, "n_layer": 3, "n_head": 4, "scale_attn_by_inverse_layer_idx": True}
+    config, unscaled = (gpt2.FAMILY.config(fields | more) for more in ({}, {"scale_attn_weights": False}))
+    assert [config.layer(i).mixer.score_scale for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
+    assert [unscaled.layer(i).mixer.score_scale for i in range(3)] == [1.0, 1 / 2, 1 / 3]
 
 
 @pytest.mark.parametrize(

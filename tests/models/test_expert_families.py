@@ -22,7 +22,11 @@ QWEN = ("gate_proj", "up_proj", "down_proj")
 
 def mlp_of(name: str, layer: int = -1):
     config = goldens.config_of(name)
-    return config.mlp_in(range(config.layers)[layer])
+    return config.layer(range(config.layers)[layer]).mlp
+
+
+def windows_of(name: str) -> tuple[int | None, ...]:
+    return tuple(kind.mixer.window for kind in goldens.config_of(name).pattern)
 
 
 def test_fields_of_every_family():
@@ -33,16 +37,16 @@ def test_fields_of_every_family():
     assert (qwen2.hidden, qwen2.shared.hidden, qwen2.moe.shared_mix) == (8, 12, SharedMix.GATED)
     assert (qwen2.moe.router.normalize, mlp_of("qwen2_moe_awkward").moe.router.normalize) == (False, True)
     assert goldens.config_of("qwen2_moe_awkward").moe_layers == (0, 2, 3)
-    assert goldens.config_of("qwen2_moe_awkward").attention.windows == (4, None, None, None)
+    assert windows_of("qwen2_moe_awkward") == (4, None, None, None)
     qwen3 = goldens.config_of("qwen3_moe_awkward")
-    assert (qwen3.moe_layers, qwen3.mlp.hidden, qwen3.attention.windows) == ((1, 5), 40, (4,))
+    assert (qwen3.moe_layers, qwen3.layer(0).mlp.hidden, {*windows_of("qwen3_moe_awkward")}) == ((1, 5), 40, {4})
     glm = mlp_of("glm4_moe_awkward").moe
     assert (glm.router.kind, glm.router.group_score) == (RouterKind.SIGMOID, GroupScore.TOP_2_SUM)
     assert (glm.router.groups, glm.router.groups_per_token, glm.router.scale) == (4, 2, 0.5)
     assert (glm.router.selection_bias, glm.shared_hidden, glm.shared_mix) == (True, 16, SharedMix.ADD)
     assert goldens.config_of("glm4_moe_plain").moe_layers == (1,)
     dots = goldens.config_of("dots1_awkward")
-    assert (dots.moe_layers, dots.attention.windows) == ((2,), (None, 4, 4))
+    assert (dots.moe_layers, windows_of("dots1_awkward")) == ((2,), (None, 4, 4))
     assert mlp_of("granitemoeshared_awkward").shared is None
 
 

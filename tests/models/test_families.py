@@ -208,14 +208,14 @@ def test_old_and_new_rope_spellings_agree():
     old = {key: value for key, value in new.items() if key not in ("rope_theta", "rope_type")} | {"type": "llama3"}
     modern = config_of("llama_llama3", rope_parameters=new)
     assert modern == config_of("llama_llama3", rope_parameters=None, rope_theta=500_000, rope_scaling=old)
-    assert modern.positions.scaling == RopeScaling(kind="llama3", factor=8.0, original_context=16)
-    assert modern.positions.theta == 500_000.0
+    assert modern.positions[0].scaling == RopeScaling(kind="llama3", factor=8.0, original_context=16)
+    assert modern.positions[0].theta == 500_000.0
 
 
 def test_yarn_attention_factor():
     def factor(**fields):
         rope = {"rope_type": "yarn", "factor": 4.0} | fields
-        return config_of("llama_yarn", rope_parameters=rope).positions.scaling.attention_factor
+        return config_of("llama_yarn", rope_parameters=rope).positions[0].scaling.attention_factor
 
     assert factor() == pytest.approx(0.1 * np.log(4) + 1)
     ratio = config_of("llama_yarn").context / 16
@@ -232,32 +232,38 @@ def test_longrope_depends_on_the_engine_s_context():
     config = config_of("phi3_longrope")
     short, long = config.for_context(8), config.for_context(9)
     assert long == config != short
-    assert rotary_frequencies(short.positions)[2] == pytest.approx(rotary_frequencies(long.positions)[2] * 16 / 1.3)
+    assert rotary_frequencies(*short.positions)[2] == pytest.approx(rotary_frequencies(*long.positions)[2] * 16 / 1.3)
     assert config_of("llama_yarn").for_context(8) == config_of("llama_yarn")
 
 
 def test_layers_have_positions_of_their_own():
     config = config_of("smollm3_plain")
-    rotary, none = config.layer_positions[0], config.layer_positions[3]
-    assert config.layer_positions == (rotary, rotary, rotary, none)
+    rotary, none = config.positions
+    assert [kind.mixer.positions for kind in config.pattern] == [rotary, rotary, rotary, none]
     assert (rotary.kind, none.kind) == (PositionKind.ROTARY, PositionKind.NONE)
     assert config.layer_kinds == (0, 0, 0, 3, 0)
-    local, full = config_of("gemma3_text_awkward").layer_positions[4:6]
+    local, full = config_of("gemma3_text_awkward").positions
     assert (local.theta, full.theta) == (10_000.0, 1_000_000.0)
-    assert config_of("olmo3_window").layer_positions[0].scaling is None
+    assert config_of("olmo3_window").layer(0).mixer.positions.scaling is None
 
 
-def test_windows():
-    assert config_of("qwen2_tied").attention.windows == (None,)
-    assert config_of("qwen2_window").attention.windows == (None, 4)
-    assert config_of("mistral_window").attention.windows == (5,)
-    assert config_of("gemma2_awkward").attention.windows == (3, None)
-    assert config_of("gpt_neo_awkward").attention.windows == (3, 3, None)
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("qwen2_tied", [None]),
+        ("qwen2_window", [None, 4]),
+        ("mistral_window", [5]),
+        ("gemma2_awkward", [3, None]),
+        ("gpt_neo_awkward", [3, 3, None]),
+    ],
+)
+def test_windows(name, windows):
+    assert [kind.mixer.window for kind in config_of(name).pattern] == windows
 
 
 def test_neox_without_parallel_residual_is_sequential():
-    assert config_of("gpt_neox_parallel").block is BlockKind.PARALLEL_TWO_NORMS
-    assert config_of("gpt_neox_sequential").block is BlockKind.SEQUENTIAL
+    assert config_of("gpt_neox_parallel").layer(0).block is BlockKind.PARALLEL_TWO_NORMS
+    assert config_of("gpt_neox_sequential").layer(0).block is BlockKind.SEQUENTIAL
 
 
 # The tensors of a checkpoint.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.config import AttentionConfig, MoeConfig, RouterConfig
+from jaxinfer.models.config import MoeConfig, RouterConfig
 from jaxinfer.models.fitting import fit
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -24,8 +24,7 @@ def fitted(config, tensor=1, *, weights=FLOAT, rules=None, stored=None, **mesh):
 
 
 def with_heads(q_heads, kv_heads, **changes):
-    attention = AttentionConfig(q_heads=q_heads, kv_heads=kv_heads, head_dim=8, **changes)
-    return dataclasses.replace(CONFIG, attention=attention)
+    return CONFIG.with_attention(q_heads=q_heads, kv_heads=kv_heads, head_dim=8, **changes)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def with_heads(q_heads, kv_heads, **changes):
     ],
 )
 def test_heads(heads, tensor, expected):
-    attention = fitted(with_heads(*heads), tensor).config.attention
+    attention = fitted(with_heads(*heads), tensor).config.layer(0).mixer
     assert (attention.q_heads, attention.kv_heads) == expected
 
 
@@ -49,7 +48,7 @@ def test_heads(heads, tensor, expected):
 def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor):
     config = with_heads(kv_heads * group, kv_heads)
     fitting = fitted(config, tensor)
-    new, old = fitting.config.attention, config.attention
+    new, old = fitting.config.layer(0).mixer, config.layer(0).mixer
     assert new.kv_heads % tensor == 0
     width, new_width = old.group + 2, new.group + 2
     # Number every row of qkv by its head, and follow each query head to its key and value.
@@ -79,23 +78,23 @@ def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor
 
 
 def test_hidden_width_and_vocabulary_are_padded():
-    config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=50))
+    config = CONFIG.with_mlp(hidden=50)
     fitting = fitted(config, 4)
-    assert (fitting.config.mlp.hidden, fitting.config.vocab, fitting.config.vocab_rows) == (52, 257, 384)
+    assert (fitting.config.layer(0).mlp.hidden, fitting.config.vocab, fitting.config.vocab_rows) == (52, 257, 384)
     assert list(fitting.take("layers.0.mlp.gate_up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
     assert list(fitting.take("layers.0.mlp.down", np.ones(50), 0)) == [1] * 50 + [0] * 2
     assert fitting.take("head", np.ones((257, 2)), 0).sum() == 514
 
 
 MOE = MoeConfig(router=RouterConfig(experts=6, experts_per_token=2), shared_hidden=10)
-MIXED = dataclasses.replace(CONFIG, layer_mlps=(CONFIG.mlp, dataclasses.replace(CONFIG.mlp, hidden=7, moe=MOE)))
+MIXED = CONFIG.with_mlps((CONFIG.layer(0).mlp, dataclasses.replace(CONFIG.layer(0).mlp, hidden=7, moe=MOE)))
 
 
 def test_experts_shared_and_dense_mlps_are_padded_each_for_itself():
     mesh = MeshConfig(data=3, expert=2, tensor=2).abstract()
     fitting = fit(MIXED, FLOAT, mesh, ShardingRules())
-    dense, mixture = (fitting.config.mlp_in(layer) for layer in (0, 1))
-    assert (dense.hidden, mixture.hidden, mixture.moe.shared_hidden) == (CONFIG.mlp.hidden, 8, 12)
+    dense, mixture = (fitting.config.layer(layer).mlp for layer in (0, 1))
+    assert (dense.hidden, mixture.hidden, mixture.moe.shared_hidden) == (CONFIG.layer(0).mlp.hidden, 8, 12)
     assert mixture.moe.router == MOE.router
     down = Leaf((6, 32, 7), "float32", ("experts", "embed", "expert_mlp"))
     *whole, take = fitting.of_leaf("layers.1.mlp.experts.down.weight", down)
@@ -114,7 +113,9 @@ def test_experts_that_do_not_divide_are_refused():
         fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), ShardingRules())
     assert "data x expert = 4 devices. The nearest that works is 3; or keep all" in str(e.value)
     rules = ShardingRules(experts=None)
-    assert fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), rules).config.mlp_in(1).moe.router == MOE.router
+    assert (
+        fit(MIXED, FLOAT, MeshConfig(data=2, expert=2).abstract(), rules).config.layer(1).mlp.moe.router == MOE.router
+    )
 
 
 def test_an_exchange_of_experts_that_a_model_has_not_is_refused():
@@ -130,11 +131,10 @@ def test_rules_say_what_is_split():
 
 
 def test_int4_groups_stay_whole():
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=384)
-    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=6, head_dim=64), mlp=mlp)
+    config = CONFIG.with_attention(q_heads=6, kv_heads=6, head_dim=64).with_mlp(hidden=384)
     fitting = fitted(config, 2, weights=INT4, stored="int4")
-    assert fitting.config.mlp.hidden == 512  # two groups on each device
-    assert fitting.config.attention.q_heads == 8
+    assert fitting.config.layer(0).mlp.hidden == 512  # two groups on each device
+    assert fitting.config.layer(0).mixer.q_heads == 8
     words, scales = Leaf((32, 96), "uint16", ("embed", "mlp")), Leaf((3, 32), "bfloat16", ("mlp", "embed"))
     assert fitting.of_leaf("layers.0.mlp.down.weight", words)[0] is None
     assert list(fitting.of_leaf("layers.0.mlp.down.weight", words)[1]) == [*range(96)] + [-1] * 32
@@ -142,27 +142,29 @@ def test_int4_groups_stay_whole():
 
 
 def test_int4_groups_that_heads_would_share_are_refused():
-    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=2, head_dim=64))
-    with pytest.raises(ValueError, match=r"mesh tensor=4: out: int4 has one scale for 128 inputs.* nearest .* 3 ways"):
+    config = CONFIG.with_attention(q_heads=6, kv_heads=2, head_dim=64)
+    with pytest.raises(
+        ValueError,
+        match=r"tensor=4: layers\.0\.attention\.out: int4 has one scale .* nearest .* 3 ways",
+    ):
         fitted(config, 4, weights=INT4, stored="int4")
-    assert fitted(config, 4, weights=INT4).config.attention.kv_heads == 4  # quantised after fitting
+    assert fitted(config, 4, weights=INT4).config.layer(0).mixer.kv_heads == 4  # quantised after fitting
 
 
 def test_a_quantised_matrix_keeps_its_format():
     """int4 needs groups of 128 inputs; a matrix stored in int8 for lack of them must not get them by padding."""
-    config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=1278))
-    assert fitted(config, 4, weights=INT4).config.mlp.hidden == 1284
+    config = CONFIG.with_mlp(hidden=1278)
+    assert fitted(config, 4, weights=INT4).config.layer(0).mlp.hidden == 1284
 
 
 def test_heads_that_lack_a_whole_group_for_int4():
     """SmolLM's 9 heads of 64 are stored in int8; any even number of them would be whole groups, and so int4."""
-    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=9, kv_heads=3, head_dim=64))
+    config = CONFIG.with_attention(q_heads=9, kv_heads=3, head_dim=64)
     with pytest.raises(ValueError, match=r"attention.out is int8 for want of whole groups .* nearest .* 3 ways"):
         fitted(config, 4, weights=INT4)
-    assert fitted(config, 3, weights=INT4).config.attention.q_heads == 9
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=100)
+    assert fitted(config, 3, weights=INT4).config.layer(0).mixer.q_heads == 9
     with pytest.raises(ValueError, match=r"mlp.down is int8 for want .* nearest that works is 127 ways"):
-        fitted(dataclasses.replace(CONFIG, mlp=mlp), 128, weights=INT4, rules=ShardingRules(heads=None, kv_heads=None))
+        fitted(CONFIG.with_mlp(hidden=100), 128, weights=INT4, rules=ShardingRules(heads=None, kv_heads=None))
 
 
 # Mixtures of experts
@@ -171,9 +173,9 @@ def test_heads_that_lack_a_whole_group_for_int4():
 def with_experts(hidden=50, *, dense=None, shared=0, experts=8, layers=2):
     """A mixture of experts; its first layer is dense if that has a width."""
     router = RouterConfig(experts=experts, experts_per_token=2)
-    moe = dataclasses.replace(CONFIG.mlp, hidden=hidden, moe=MoeConfig(router=router, shared_hidden=shared))
-    first = moe if dense is None else dataclasses.replace(CONFIG.mlp, hidden=dense)
-    return dataclasses.replace(CONFIG, layers=layers, mlp=moe, layer_mlps=(first, *[moe] * (layers - 1)))
+    moe = dataclasses.replace(CONFIG.layer(0).mlp, hidden=hidden, moe=MoeConfig(router=router, shared_hidden=shared))
+    first = moe if dense is None else dataclasses.replace(CONFIG.layer(0).mlp, hidden=dense)
+    return dataclasses.replace(CONFIG, layers=layers).with_mlps((first, *[moe] * (layers - 1)))
 
 
 def numbered(shape):
@@ -204,11 +206,11 @@ def test_any_widths_of_experts_divide_each_by_its_own_ways(hidden, dense, shared
     config, mesh = with_experts(hidden, dense=dense, shared=shared), {"data": data, "expert": expert, "tensor": tensor}
     fitting = fitted(config, **mesh)
     rules, mesh = ShardingRules(), MeshConfig(**mesh).abstract()
-    first, second = (fitting.config.mlp_in(layer) for layer in range(2))
+    first, second = (fitting.config.layer(layer).mlp for layer in range(2))
     assert first.hidden == -(-dense // (expert * tensor)) * expert * tensor
     assert second.hidden == -(-hidden // tensor) * tensor
     assert second.moe.shared_hidden == -(-shared // (expert * tensor)) * expert * tensor
-    assert second.moe.router == config.mlp.moe.router
+    assert second.moe.router == config.layer(1).mlp.moe.router
     stored, leaves = canonical_leaves(config, FLOAT), canonical_leaves(fitting.config, FLOAT)
     for name, leaf in leaves.items():
         rules.sharding(mesh, leaf.axes, leaf.shape)
@@ -221,7 +223,7 @@ def test_any_widths_of_experts_divide_each_by_its_own_ways(hidden, dense, shared
 def test_int4_groups_of_experts_stay_whole():
     config = with_experts(hidden=384, dense=640, shared=256)
     fitting = fitted(config, 2, expert=2, weights=INT4, stored="int4")
-    first, second = (fitting.config.mlp_in(layer) for layer in range(2))
+    first, second = (fitting.config.layer(layer).mlp for layer in range(2))
     assert (first.hidden, second.hidden, second.moe.shared_hidden) == (1024, 512, 512)
     stored, leaves = canonical_leaves(config, INT4), canonical_leaves(fitting.config, INT4)
     down = "layers.1.mlp.experts.down"

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.abstract import leaf_name
-from jaxinfer.models.config import AttentionConfig, MoeConfig, RouterConfig, SharedMix
+from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
 from jaxinfer.models.presets import PRESETS
 
 WIDTH, HEADS, HIDDEN, EXPERTS, TOKENS = 8, 2, 12, 4, 10
@@ -21,13 +21,10 @@ def config_of(k: int, mix: SharedMix | None):
     paper = PRESETS["gpt-moe-52b"]
     router = RouterConfig(experts=EXPERTS, experts_per_token=k, normalize=k > 1)
     moe = MoeConfig(router=router) if mix is None else MoeConfig(router=router, shared_hidden=HIDDEN, shared_mix=mix)
-    dense = dataclasses.replace(paper.mlp, hidden=HIDDEN)
-    attention = AttentionConfig(q_heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS, qkv_bias=True, out_bias=True)
-    return dataclasses.replace(
-        paper,
-        **{"vocab": 11, "embed": WIDTH, "layers": 2, "context": 16, "attention": attention, "mlp": dense},
-        layer_mlps=(dense, dataclasses.replace(dense, moe=moe)),
-    )
+    dense = dataclasses.replace(paper.layer(0).mlp, hidden=HIDDEN)
+    small = dataclasses.replace(paper, vocab=11, embed=WIDTH, layers=2, context=16)
+    small = small.with_mlps((dense, dataclasses.replace(dense, moe=moe)))
+    return small.with_attention(q_heads=HEADS, kv_heads=HEADS, head_dim=WIDTH // HEADS)
 
 
 def norm(x, leaves, name):

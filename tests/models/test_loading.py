@@ -19,6 +19,7 @@ from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -39,11 +40,20 @@ CONFIG = DecoderConfig(
     embed=32,
     layers=3,
     context=40,
-    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=8, qkv_bias=True, windows=(None, 8)),
-    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
-    mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+    pattern=(
+        LayerConfig(
+            mixer=AttentionConfig(
+                q_heads=4,
+                kv_heads=2,
+                head_dim=8,
+                qkv_bias=True,
+                positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
+            ),
+            mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+        ),
+    ),
     norm=NormConfig(kind=NormKind.RMS),
-)
+).with_windows((None, 8))
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +155,7 @@ def test_int8_at_load(saved):
 @pytest.fixture(scope="module")
 def divisible(tmp_path_factory):
     """A model of whole groups of int4, and what it gives."""
-    config = dataclasses.replace(
-        CONFIG, embed=256, layers=1, mlp=MlpConfig(hidden=512, activation=Activation.SILU, gated=True)
-    )
+    config = dataclasses.replace(CONFIG.with_mlp(hidden=512), embed=256, layers=1)
     save_model(path := tmp_path_factory.mktemp("divisible") / "model", build(config), family="test")
     return path, _hidden(load_model(path))
 
@@ -195,11 +203,14 @@ def _edit(folder, change):
         (lambda f: f.update(kind="diffusion"), "Invalid enum value 'diffusion'"),
         (lambda f: f.update(dtype="int4"), "Invalid enum value 'int4'"),
         (lambda f: f.update(extra=1), "unknown field `extra`"),
-        (lambda f: f["config"]["attention"].update(sinks=4), r"unknown fields config\.attention\.sinks"),
+        (
+            lambda f: f["config"]["pattern"][1]["mixer"].update(sinks=4),
+            r"unknown fields config\.pattern\[1\]\.mixer\.sinks",
+        ),
         (lambda f: f["config"].update(layers="3"), r"Expected `int`, got `str` - at `\$\.layers`"),
         (lambda f: f["config"].update(layers=0), r"layers must be >= 1, got 0"),
         (lambda f: f["config"].update(layers=10**9), "has 1000000000 layers"),
-        (lambda f: f["config"].pop("mlp"), "missing required field `mlp`"),
+        (lambda f: f["config"]["pattern"][0].pop("mlp"), "missing required field `mlp`"),
     ],
 )
 def test_config_json_is_read_strictly(copy, change, message):
@@ -348,8 +359,8 @@ def test_options(saved, original, tmp_path):
 def test_each_device_asks_for_its_own_part_alone(model_dir, asked, tensor):
     """Together the parts of a leaf that is split are read once, without what it is padded with."""
     model = load_model(model_dir, mesh=MeshConfig(tensor=tensor))
-    attention = model.config.attention
-    copies = attention.kv_heads // model.description.config.attention.kv_heads
+    attention = model.config.layer(0).mixer
+    copies = attention.kv_heads // model.description.config.layer(0).mixer.kv_heads
     assert copies == tensor // 2
     stored = checkpoints.read_manifest(model_dir).leaves
     read_bytes = 0
@@ -364,9 +375,9 @@ def test_each_device_asks_for_its_own_part_alone(model_dir, asked, tensor):
 @pytest.fixture(scope="module", params=["orbax", pytest.param("single-file", marks=pytest.mark.slow)])
 def mixture(request, tmp_path_factory):
     """A dense layer, and one of eight experts, whose widths are whole groups of int4."""
-    dense, moe = MOE_CONFIGS["sigmoid"].layer_mlps
+    dense, moe = (kind.mlp for kind in MOE_CONFIGS["sigmoid"].pattern)
     moe = dataclasses.replace(moe, hidden=256, moe=dataclasses.replace(moe.moe, shared_hidden=512))
-    config = dataclasses.replace(CONFIG, layer_mlps=(dense, moe))
+    config = CONFIG.with_mlps((dense, moe))
     return save_tiny(tmp_path_factory.mktemp("models") / "mixture", request.param, config)
 
 

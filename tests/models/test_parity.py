@@ -9,13 +9,14 @@ from tests.models import goldens
 def way_of_attending(name):
     """What differs in how a decoder reads its cache: positions, windows, caps, norms, and which heads share."""
     config = goldens.config_of(name)
-    attention = config.attention
+    attention = config.layer(0).mixer
     return (
-        config.positions.kind,
-        frozenset(window is not None for window in attention.windows),
+        config.learned_positions is not None,
+        attention.positions.kind,
+        frozenset(kind.mixer.window is not None for kind in config.pattern),
         attention.softcap is not None,
         attention.qk_norm and attention.qk_norm_scope,
-        attention.scale_by_inverse_layer,
+        len({kind.mixer.scale for kind in config.pattern}) > 1,
         attention.group > 1,
     )
 

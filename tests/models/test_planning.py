@@ -10,7 +10,7 @@ from jaxinfer.models.presets import parameter_count
 from tests.tiny import CONFIG
 
 ROUTER = c.RouterConfig(experts=4, experts_per_token=2)
-MIXTURE = dataclasses.replace(CONFIG.mlp, moe=c.MoeConfig(router=ROUTER, shared_hidden=16))
+MIXTURE = dataclasses.replace(CONFIG.layer(0).mlp, moe=c.MoeConfig(router=ROUTER, shared_hidden=16))
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -20,8 +20,7 @@ def test_parameters_are_those_of_the_model_but_norms_and_biases(layers):
 
 
 def test_kinds_of_layers_are_counted():
-    attention = dataclasses.replace(CONFIG.attention, windows=(8, None))
-    config = dataclasses.replace(CONFIG, layers=5, attention=attention, layer_mlps=(MIXTURE, CONFIG.mlp))
+    config = dataclasses.replace(CONFIG, layers=5).with_windows((8, None)).with_mlps((MIXTURE, CONFIG.layer(0).mlp))
     shape = shape_of("tiny", config)
     assert {(bool(layer.experts), layer.window): layer.count for layer in shape.layers} == {
         (True, 8): 3,

@@ -36,7 +36,7 @@ EXPERTS = {
 
 def counted(config):
     """The parameters of all layers, by the count of the first ones: of one round of the kinds of MLPs, and of two."""
-    kinds = len(getattr(config, "layer_mlps", ())) or 1
+    kinds = len({config.layer(layer).mlp for layer in range(config.layers)})
     rounds, rest = divmod(config.layers, kinds)
     assert not rest
     one, two = (parameter_count(dataclasses.replace(config, layers=count * kinds)) for count in (1, 2))

@@ -42,7 +42,7 @@ def rule_of(name: str) -> RouterConfig:
     fields = json.loads(FIELDS[name])
     if name in NOT_IMPLEMENTED:
         return NOT_IMPLEMENTED[name]
-    return FAMILIES[fields["model_type"]].config(fields).mlp.moe.router
+    return FAMILIES[fields["model_type"]].config(fields).layer(-1).mlp.moe.router
 
 
 def test_every_family_with_experts_is_compared():

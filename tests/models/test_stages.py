@@ -17,14 +17,13 @@ from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.stages import divide, stages_on
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.models import goldens
-from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
+from tests.tiny import CONFIG, MOE_CONFIGS, ONE_KIND, save_tiny
 
 
 def config_of(kinds):
     """A config whose layers are of these kinds, small numbers: their windows."""
     windows = tuple(4 + kind for kind in kinds)
-    attention = dataclasses.replace(CONFIG.attention, windows=windows)
-    return dataclasses.replace(CONFIG, layers=len(kinds), attention=attention)
+    return dataclasses.replace(CONFIG, layers=len(kinds)).with_windows(windows)
 
 
 def layers_of(stages):
@@ -56,12 +55,11 @@ def test_a_position_more_for_a_layer_of_another_kind(kinds, positions):
 
 
 def test_a_dense_layer_before_experts():
-    dense, moe = MOE_CONFIGS["sigmoid"].layer_mlps
-    plain = dataclasses.replace(CONFIG.attention, windows=(None,))
-    config = dataclasses.replace(CONFIG, layers=4, attention=plain, layer_mlps=(dense, moe, moe, moe))
+    dense, moe = (kind.mlp for kind in MOE_CONFIGS["sigmoid"].pattern)
+    config = dataclasses.replace(ONE_KIND, layers=4).with_mlps((dense, moe, moe, moe))
     stages = divide(config, 2)
     assert layers_of(stages) == [[0, 1], [2, 3]]
-    mlps = [stages.config.mlp_in(position) for position in range(stages.config.layers)]
+    mlps = [stages.config.layer(position).mlp for position in range(stages.config.layers)]
     assert (mlps.count(dense), mlps.count(moe)) == (1, 2)
     assert stages.there(mlps.index(dense)) == (True, False)
 
@@ -109,7 +107,7 @@ def test_each_layer_is_in_one_place_among_layers_of_its_kind(kinds, count):
     for position in range(positions):
         assert any(stages.there(position))
         for layer in stages.at(position):
-            assert layer is None or config.attention.window(layer) == stages.config.attention.window(position)
+            assert layer is None or config.layer(layer).mixer.window == stages.config.layer(position).mixer.window
     if len(set(kinds)) == 1:
         assert positions == -(-len(kinds) // count)
     if count == 2:
@@ -160,8 +158,8 @@ def test_what_cannot_be_divided(kinds, count, message):
 
 def test_scales_that_differ_by_layer_cannot_be_divided():
     config = config_of([0] * 6)
-    config = dataclasses.replace(config, attention=dataclasses.replace(config.attention, scale_by_inverse_layer=True))
-    with pytest.raises(ValueError, match=r"pipeline=2: .*\(windows, positions, MLPs or scales\).*set pipeline = 1"):
+    config = config.vary(lambda kind, scale: kind.with_attention(scale=scale), [1 / (i + 1) for i in range(6)])
+    with pytest.raises(ValueError, match=r"pipeline=2: .* differ in kind .*set pipeline = 1"):
         divide(config, 2)
 
 
@@ -178,15 +176,15 @@ def test_stages_on_a_mesh():
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
     """Five layers of two kinds, of which the widths are whole groups of int4."""
-    config = dataclasses.replace(CONFIG, layers=5, mlp=dataclasses.replace(CONFIG.mlp, hidden=256))
+    config = dataclasses.replace(CONFIG, layers=5).with_mlp(hidden=256)
     return save_tiny(tmp_path_factory.mktemp("models") / "alternating", config=config)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """A dense layer, and four of eight experts."""
-    dense, moe = MOE_CONFIGS["sigmoid"].layer_mlps
-    config = dataclasses.replace(CONFIG, layers=5, layer_mlps=(dense, moe, moe, moe, moe))
+    dense, moe = (kind.mlp for kind in MOE_CONFIGS["sigmoid"].pattern)
+    config = dataclasses.replace(CONFIG, layers=5).with_mlps((dense, moe, moe, moe, moe))
     return save_tiny(tmp_path_factory.mktemp("models") / "mixture", config=config)
 
 

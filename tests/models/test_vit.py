@@ -317,7 +317,7 @@ def test_counts_with_prompts(mode, expected):
 
     def tokens(leaves, images, prompts):
         model = merge_model(SHALLOW, WeightFormat(), leaves)
-        return adaptation.run_layers(model.layers, model.enter(images), SHALLOW.positions, prompts=prompts)[0]
+        return adaptation.run_layers(model.layers, model.enter(images), prompts=prompts)[0]
 
     actual = jax.eval_shape(tokens, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
     assert actual.shape == (2, expected[-1][1], SHALLOW.embed)
@@ -360,8 +360,8 @@ def test_prompts_that_do_not_fit():
         (lambda: PreprocessingConfig(deviation=(0.5, 0.0, 0.5)), "deviations > 0"),
         (lambda: PreprocessingConfig(mean=(0.5,)), "a number for each of red, green and blue"),
         (
-            lambda: dataclasses.replace(BASE, attention=dataclasses.replace(BASE.attention, windows=(8,))),
-            r"windows=\(8,\) is not implemented",
+            lambda: dataclasses.replace(BASE, attention=dataclasses.replace(BASE.attention, window=8)),
+            "window=8 is not implemented",
         ),
         (lambda: TokenAdaptation(prompts=-1), r"TokenAdaptation.prompts must be an integer >= 0, .*, got -1"),
         (

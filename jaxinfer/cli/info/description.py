@@ -108,7 +108,7 @@ def _transformer_rows(config: TransformerConfig) -> list[tuple[str, object]]:
 
 
 def _layer_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object]]:
-    attention = config.attention
+    attention = config.layer(0).mixer
     return [
         ("layers", config.layers),
         ("width", config.embed),
@@ -119,9 +119,9 @@ def _layer_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object
 
 def _mlp_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object]]:
     if not isinstance(config, DecoderConfig) or not config.moe_layers:
-        return [("MLP hidden", _width(config.mlp))]
-    dense = [config.mlp_in(layer) for layer in range(config.layers) if layer not in config.moe_layers]
-    experts = config.mlp_in(config.moe_layers[0])
+        return [("MLP hidden", _width(config.layer(0).mlp))]
+    dense = [config.layer(layer).mlp for layer in range(config.layers) if layer not in config.moe_layers]
+    experts = config.layer(config.moe_layers[0]).mlp
     assert experts.moe is not None
     router, shared = experts.moe.router, experts.shared
     capacity = f", at most {router.capacity_factor:g} times their even share" if router.capacity_factor else ""

@@ -73,6 +73,6 @@ def _layers(load: "ExpertLoad", config: "DecoderConfig") -> "zip[tuple[int, np.n
 
 
 def _experts_per_token(config: "DecoderConfig") -> int:
-    moe = config.mlp_in(config.moe_layers[0]).moe
+    moe = config.layer(config.moe_layers[0]).mlp.moe
     assert moe is not None
     return moe.router.experts_per_token

@@ -393,7 +393,7 @@ def _check_expert_load(model: OpenedModel, config: SharedConfig) -> None:
         )
     decoder = model.config
     assert isinstance(decoder, DecoderConfig)
-    numbers = {moe.router.experts for layer in decoder.moe_layers if (moe := decoder.mlp_in(layer).moe)}
+    numbers = {moe.router.experts for layer in decoder.moe_layers if (moe := decoder.layer(layer).mlp.moe)}
     if not numbers:
         raise ValueError(f"LLM.expert_load=True is for a mixture of experts, and {model.name} is dense; leave it out.")
     if len(numbers) > 1:

@@ -264,16 +264,18 @@ class DeviceLayout:
         return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.block(count))
 
     def _state(self) -> DeviceState:
-        attention, kv_dtype = self.config.attention, self.engine.kv_dtype
-        sizes = self.lanes * self.num_pages, self.engine.page_size, attention.kv_heads, attention.head_dim
+        kv_dtype, sizes = self.engine.kv_dtype, (self.lanes * self.num_pages, self.engine.page_size)
         dtype = self.weights.dtype if kv_dtype is None else np.dtype(kv_dtype)
-        layer = KVPages.shapes(*sizes, dtype, int8=kv_dtype == "int8")
+
+        def pages(layer: int) -> KVPages:
+            attention = self.config.layer(layer).mixer
+            return KVPages.shapes(*sizes, attention.kv_heads, attention.head_dim, dtype, int8=kv_dtype == "int8")
 
         def page(x: Any) -> Any:
             names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")
             return self.stack_stages(x, *names)
 
-        caches = jax.tree.map(page, [layer] * self.config.layers)
+        caches = jax.tree.map(page, [pages(layer) for layer in range(self.config.layers)])
         return DeviceState(caches, jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:

@@ -158,7 +158,7 @@ def _expert_sizes(opened: OpenedModel) -> tuple[int, int, int]:
     assert isinstance(opened.config, DecoderConfig)
     first = {layer: opened.layer_shapes(layer, 0) for layer in opened.config.moe_layers}
     largest = max(sum(aligned(x.size * x.dtype.itemsize) for x in shapes) for shapes in first.values())
-    routers = [moe.router for layer in first if (moe := opened.config.mlp_in(layer).moe)]
+    routers = [moe.router for layer in first if (moe := opened.config.layer(layer).mlp.moe)]
     return largest, len(keys), max(min(2 * router.experts_per_token, router.experts) for router in routers)
 
 

@@ -158,7 +158,8 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
 
 def _shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the linears of one layer that can be adapted."""
-    attention, embed, mlp = config.attention, config.embed, config.mlp_in(layer)
+    embed, kind = config.embed, config.layer(layer)
+    attention, mlp = kind.mixer, kind.mlp
     shapes = {
         "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
         "attention.out": (embed, attention.q_heads * attention.head_dim),

@@ -11,7 +11,7 @@ from jaxinfer.models.config.checks import MAX_EXPERTS, MAX_LAYERS
 from jaxinfer.models.config.convolutional import STRIDES, ResNetConfig, YoloConfig
 from jaxinfer.models.config.decoder import DecoderConfig
 from jaxinfer.models.config.encoder import DenseActivation, DenseConfig, EncoderConfig
-from jaxinfer.models.config.layers import BlockKind
+from jaxinfer.models.config.layers import BlockKind, LayerConfig
 from jaxinfer.models.config.mlp import (
     Activation,
     GroupScore,
@@ -24,6 +24,7 @@ from jaxinfer.models.config.mlp import (
 from jaxinfer.models.config.norm import NormConfig, NormKind
 from jaxinfer.models.config.positions import (
     NO_POSITIONS,
+    LearnedPositions,
     PositionKind,
     PositionsConfig,
     RopeScaling,
@@ -60,6 +61,8 @@ __all__ = [
     "EncoderConfig",
     "GroupScore",
     "ImagePooling",
+    "LayerConfig",
+    "LearnedPositions",
     "MlpConfig",
     "ModelConfig",
     "MoeConfig",

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfer.models.config.checks import require_positive
-from jaxinfer.models.config.positions import alibi_slopes
+from jaxinfer.models.config.positions import NO_POSITIONS, PositionsConfig, alibi_slopes
 
 
 class QKNormScope(enum.StrEnum):
@@ -25,9 +25,9 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # multiplies the scores; None means head_dim ** -0.5
-    scale_by_inverse_layer: bool = False  # and divide the scores of layer i by i + 1 (GPT-2)
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
-    windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
+    window: int | None = None  # a query sees so many tokens, itself the last; None: all earlier tokens
+    positions: PositionsConfig = NO_POSITIONS
     qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
     qk_norm_scope: QKNormScope = QKNormScope.HEAD
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
@@ -41,8 +41,10 @@ class AttentionConfig:
                 f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}: "
                 "every KV head serves a whole group of query heads."
             )
-        if not self.windows or any(w is not None and w < 1 for w in self.windows):
-            raise ValueError(f"AttentionConfig.windows must hold None or sizes >= 1, got {self.windows}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"AttentionConfig.window must be None or >= 1, got {self.window}.")
+        if (rotary_dim := self.positions.rotary_dim) > self.head_dim:
+            raise ValueError(f"rotary_dim={rotary_dim} is larger than head_dim={self.head_dim}.")
         if self.real_kv_heads is not None and not 1 <= self.real_kv_heads <= self.kv_heads:
             raise ValueError(
                 f"AttentionConfig.real_kv_heads={self.real_kv_heads} must be in [1, kv_heads={self.kv_heads}]."
@@ -54,15 +56,16 @@ class AttentionConfig:
         return self.q_heads // self.kv_heads
 
     @property
+    def kv_values(self) -> int:
+        """The number of values in the KV cache for one token: its keys and its values."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
     def slopes(self) -> tuple[float, ...]:
         """ALiBi's slope of each query head."""
         return alibi_slopes(self.q_heads) if self.alibi is None else self.alibi
 
-    def score_scale(self, layer: int) -> float:
-        """Compute the factor of the scores in one layer."""
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return scale / (layer + 1) if self.scale_by_inverse_layer else scale
-
-    def window(self, layer: int) -> int | None:
-        """Return how many tokens a query of one layer sees, itself the last; None: all."""
-        return self.windows[layer % len(self.windows)]
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale

@@ -33,9 +33,3 @@ def require_labels(config: object, labels: Sequence[object], *, least: int = 1) 
     """Check that the field `labels` has the name of at least `least` classes."""
     if isinstance(labels, str) or len(labels) < least or not all(isinstance(x, str) for x in labels):
         raise ValueError(f"{type(config).__name__}.labels must be a tuple with the name of each class, got {labels!r}.")
-
-
-def require_no_experts(config: object, moe: object) -> None:
-    """Check that the field `mlp.moe` is None."""
-    if moe is not None:
-        raise ValueError(f"{type(config).__name__}.mlp.moe is not implemented: only decoders have experts.")

@@ -1,26 +1,24 @@
 """Decoder-only language models."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from jaxinfer.models.config.attention import QKNormScope
 from jaxinfer.models.config.checks import MAX_EXPERTS, require_positive
-from jaxinfer.models.config.layers import BlockKind
+from jaxinfer.models.config.layers import BlockKind, LayerConfig, cycle
 from jaxinfer.models.config.mlp import MlpConfig
 from jaxinfer.models.config.norm import NormKind
-from jaxinfer.models.config.positions import PositionKind, PositionsConfig
+from jaxinfer.models.config.positions import LearnedPositions, PositionsConfig
 from jaxinfer.models.config.text import TextModelConfig
-
-_BY_LAYER = {PositionKind.ROTARY, PositionKind.NONE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(TextModelConfig):
     """One decoder-only language model. Hashable, so it can be a static argument of `jax.jit`."""
 
-    block: BlockKind = BlockKind.SEQUENTIAL
-    layer_positions: tuple[PositionsConfig, ...] = ()  # rotary or none, cycled over layers; empty: `positions` in all
-    layer_mlps: tuple[MlpConfig, ...] = ()  # cycled over layers; empty: `mlp` in all
+    pattern: tuple[LayerConfig, ...]  # kinds of layers, cycled over the layers: one kind if all are alike
+    learned_positions: LearnedPositions | None = None
     embed_norm: bool = False  # normalise the embeddings (BLOOM)
     embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
     word_embed: int | None = None  # width of the embeddings and the head, projected to and from embed (OPT-350m)
@@ -33,57 +31,83 @@ class DecoderConfig(TextModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layer_positions and {p.kind for p in (self.positions, *self.layer_positions)} - _BY_LAYER:
+        if not self.pattern:
+            raise ValueError("DecoderConfig.pattern must hold at least one kind of layer, got ().")
+        for kind in self.pattern:
+            self._check_kind(kind)
+        pages = {(kind.mixer.kv_heads, kind.mixer.head_dim) for kind in self.pattern}
+        if len(pages) > 1:
             raise ValueError(
-                "DecoderConfig.layer_positions may be rotary or none, like positions then; got "
-                f"{sorted({str(p.kind) for p in (self.positions, *self.layer_positions)})}."
+                f"DecoderConfig.pattern has layers of different kv_heads and head_dim ({sorted(pages)}), which is not "
+                "implemented: the pages of all layers have one shape."
             )
-        scope = self.attention.qk_norm_scope
-        if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
-            raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
-        experts = sum(moe.router.experts for layer in range(self.layers) if (moe := self.mlp_in(layer).moe) is not None)
+        experts = sum(moe.router.experts for layer in range(self.layers) if (moe := self.layer(layer).mlp.moe))
         if experts > MAX_EXPERTS:
             raise ValueError(f"DecoderConfig has {experts} experts; models of at most {MAX_EXPERTS} are known.")
-        if self.moe_layers and self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
-            raise ValueError(f"DecoderConfig.block={self.block} is not implemented with experts; use sequential.")
-        if self.residual_scale != 1.0 and self.block is not BlockKind.SEQUENTIAL:
-            raise ValueError(f"DecoderConfig.residual_scale={self.residual_scale} needs sequential blocks.")
         if self.word_embed is not None:
             require_positive(self, "word_embed")
         if self.tied and self.head_bias:
             raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
 
-    def _computed_by(self, layer: int) -> tuple[object, ...]:
-        return *super()._computed_by(layer), self.positions_in(layer)
+    def _check_kind(self, kind: LayerConfig) -> None:
+        scope = kind.mixer.qk_norm_scope
+        if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
+            raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
+        if self.residual_scale != 1.0 and kind.block is not BlockKind.SEQUENTIAL:
+            raise ValueError(f"DecoderConfig.residual_scale={self.residual_scale} needs sequential blocks.")
 
-    def positions_in(self, layer: int) -> PositionsConfig:
-        return self.layer_positions[layer % len(self.layer_positions)] if self.layer_positions else self.positions
+    def layer(self, index: int) -> LayerConfig:
+        return self.pattern[index % len(self.pattern)]
 
-    def mlp_in(self, layer: int) -> MlpConfig:
-        return self.layer_mlps[layer % len(self.layer_mlps)] if self.layer_mlps else self.mlp
+    def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> Self:
+        return dataclasses.replace(self, pattern=tuple(map(change, self.pattern)))
+
+    def with_attention(self, **changes: object) -> Self:
+        """Copy the config, with some fields of the attention of every layer changed."""
+        return self.map_layers(lambda kind: kind.with_attention(**changes))
+
+    def with_mlp(self, **changes: object) -> Self:
+        """Copy the config, with some fields of the MLP of every layer changed."""
+        return self.map_layers(lambda kind: kind.with_mlp(**changes))
+
+    def with_block(self, block: BlockKind) -> Self:
+        """Copy the config, with layers that join the residual stream in this way."""
+        return self.map_layers(lambda kind: dataclasses.replace(kind, block=block))
+
+    def vary[T](self, change: Callable[[LayerConfig, T], LayerConfig], values: Sequence[T]) -> Self:
+        """Copy the config, with each layer changed by its value; values are cycled over layers."""
+        kinds = [change(self.layer(layer), values[layer % len(values)]) for layer in range(self.layers)]
+        return dataclasses.replace(self, pattern=cycle(kinds))
+
+    def with_windows(self, windows: Sequence[int | None]) -> Self:
+        """Copy the config, with these attention windows, cycled over layers."""
+        return self.vary(lambda kind, window: kind.with_attention(window=window), windows)
+
+    def with_positions(self, positions: Sequence[PositionsConfig]) -> Self:
+        """Copy the config, with these positions in attention, cycled over layers."""
+        return self.vary(lambda kind, of_layer: kind.with_attention(positions=of_layer), positions)
+
+    def with_mlps(self, mlps: Sequence[MlpConfig]) -> Self:
+        """Copy the config, with these MLPs, cycled over layers."""
+        return self.vary(lambda kind, mlp: dataclasses.replace(kind, mlp=mlp), mlps)
+
+    def with_layers(self, layers: Sequence[int]) -> Self:
+        """Return the config of a model that has these layers of this one, in this order; one may come several times."""
+        return dataclasses.replace(self, layers=len(layers), pattern=tuple(map(self.layer, layers)))
+
+    @property
+    def positions(self) -> tuple[PositionsConfig, ...]:
+        """The positions that the attention of layers goes by, each once."""
+        return tuple(dict.fromkeys(kind.mixer.positions for kind in self.pattern))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have experts."""
-        return tuple(layer for layer in range(self.layers) if self.mlp_in(layer).moe is not None)
+        return tuple(layer for layer in range(self.layers) if self.layer(layer).mlp.moe is not None)
 
-    def with_layers(self, layers: Sequence[int]) -> "DecoderConfig":
-        """Return the config of a model that has these layers of this one, in this order; one may come several times."""
-        return dataclasses.replace(
-            self,
-            layers=len(layers),
-            attention=dataclasses.replace(self.attention, windows=tuple(self.attention.window(x) for x in layers)),
-            layer_positions=tuple(self.positions_in(x) for x in layers) if self.layer_positions else (),
-            layer_mlps=tuple(self.mlp_in(x) for x in layers) if self.layer_mlps else (),
-        )
-
-    def for_context(self, context: int) -> "DecoderConfig":
+    def for_context(self, context: int) -> Self:
         """The config in an engine whose requests have at most so many tokens; weights and caches are as here."""
-        return dataclasses.replace(
-            self,
-            positions=self.positions.for_context(context),
-            layer_positions=tuple(positions.for_context(context) for positions in self.layer_positions),
-        )
+        return self.map_layers(lambda kind: kind.with_attention(positions=kind.mixer.positions.for_context(context)))
 
     @property
     def output_width(self) -> int:

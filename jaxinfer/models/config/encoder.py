@@ -4,9 +4,9 @@ import dataclasses
 import enum
 from typing import ClassVar
 
-from jaxinfer.models.config.checks import require_no_experts, require_positive
-from jaxinfer.models.config.layers import BlockKind
-from jaxinfer.models.config.positions import PositionKind
+from jaxinfer.models.config.checks import require_positive
+from jaxinfer.models.config.layers import BlockKind, UniformConfig
+from jaxinfer.models.config.positions import LearnedPositions
 from jaxinfer.models.config.text import TextModelConfig
 
 
@@ -32,23 +32,13 @@ class DenseConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(TextModelConfig):
+class EncoderConfig(UniformConfig, TextModelConfig):
     """One bidirectional encoder in BERT's arrangement (post-norm, learned positions)."""
 
     block: ClassVar[BlockKind] = BlockKind.POST_NORM  # the only one an encoder has
+    learned_positions: LearnedPositions
     token_types: int = 0  # rows of the segment table; 0: none (DistilBERT)
     dense: tuple[DenseConfig, ...] = ()  # between pooling and normalisation
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_no_experts(self, self.mlp.moe)
-        if self.positions.kind is not PositionKind.LEARNED:
-            raise ValueError(f"EncoderConfig.positions.kind={self.positions.kind} is not implemented; use learned.")
-        if any(window is not None for window in self.attention.windows):
-            raise ValueError(
-                f"EncoderConfig.attention.windows={self.attention.windows} is not implemented: an encoder's tokens "
-                "see each other; use (None,)."
-            )
 
     @property
     def output_width(self) -> int:

@@ -1,12 +1,16 @@
-"""The layers of a model, whatever its tokens are made of."""
+"""The kinds of layers, and the layers of a model, whatever its tokens are made of."""
 
+import abc
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
 
 from jaxinfer.models.config.attention import AttentionConfig
 from jaxinfer.models.config.checks import require_layers, require_positive
 from jaxinfer.models.config.mlp import MlpConfig
 from jaxinfer.models.config.norm import NormConfig
+from jaxinfer.models.config.positions import PositionKind
 
 
 class BlockKind(enum.StrEnum):
@@ -20,30 +24,94 @@ class BlockKind(enum.StrEnum):
     POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT, OPT-350m)
 
 
+Mixer = AttentionConfig
+"""The part of a layer in which tokens see one another. Other kinds than attention join this type as a union."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayersConfig:
-    """The layers, whatever their tokens are made of."""
+class LayerConfig:
+    """One kind of layer: all that layers of a model may differ in, apart from their weights."""
+
+    mixer: Mixer
+    mlp: MlpConfig
+    block: BlockKind = BlockKind.SEQUENTIAL
+
+    def __post_init__(self) -> None:
+        if self.mlp.moe is not None and self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+            raise ValueError(f"LayerConfig.block={self.block} is not implemented with experts; use sequential.")
+
+    def with_attention(self, **changes: object) -> Self:
+        """Copy this kind, with some fields of its attention changed."""
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **changes))
+
+    def with_mlp(self, **changes: object) -> Self:
+        """Copy this kind, with some fields of its MLP changed."""
+        return dataclasses.replace(self, mlp=dataclasses.replace(self.mlp, **changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersConfig(abc.ABC):
+    """The layers, whatever their tokens are made of. Ask `layer` what one of them computes."""
 
     embed: int
     layers: int
-    attention: AttentionConfig
-    mlp: MlpConfig
     norm: NormConfig
 
     def __post_init__(self) -> None:
         require_positive(self, "embed", "layers")
         require_layers(self, self.layers)
 
-    def mlp_in(self, layer: int) -> MlpConfig:
-        """The MLP of one layer."""
-        return self.mlp
+    @abc.abstractmethod
+    def layer(self, index: int) -> LayerConfig:
+        """The kind of one layer."""
+
+    @abc.abstractmethod
+    def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> Self:
+        """Copy the config, with every kind of layer changed."""
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """For each layer the first one that computes the same with other weights."""
-        first: dict[tuple[object, ...], int] = {}
-        return tuple(first.setdefault(self._computed_by(layer), layer) for layer in range(self.layers))
+        first: dict[LayerConfig, int] = {}
+        return tuple(first.setdefault(self.layer(index), index) for index in range(self.layers))
 
-    def _computed_by(self, layer: int) -> tuple[object, ...]:
-        """All that layers may differ in besides their weights."""
-        return self.attention.score_scale(layer), self.attention.window(layer), self.mlp_in(layer)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformConfig(LayersConfig):
+    """Layers of one kind, whose tokens all see one another."""
+
+    block: ClassVar[BlockKind]
+    attention: AttentionConfig
+    mlp: MlpConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mlp.moe is not None:
+            raise ValueError(f"{type(self).__name__}.mlp.moe is not implemented: only decoders have experts.")
+        if (window := self.attention.window) is not None:
+            raise ValueError(
+                f"{type(self).__name__}.attention.window={window} is not implemented: all tokens see each other; use "
+                "None."
+            )
+        if (kind := self.attention.positions.kind) is not PositionKind.NONE:
+            raise ValueError(
+                f"{type(self).__name__}.attention.positions.kind={kind} is not implemented: positions are learned; "
+                "use none."
+            )
+
+    def layer(self, index: int) -> LayerConfig:
+        return LayerConfig(mixer=self.attention, mlp=self.mlp, block=self.block)
+
+    def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> Self:
+        kind = change(self.layer(0))
+        return dataclasses.replace(self, attention=kind.mixer, mlp=kind.mlp)
+
+
+def cycle[T](values: Sequence[T]) -> tuple[T, ...]:
+    """The shortest sequence that gives these values when it is repeated, the last time perhaps in part.
+
+    >>> cycle([4, 4, None, 4, 4, None, 4])
+    (4, 4, None)
+    """
+    lengths = (n for n in range(1, len(values) + 1) if all(value == values[i % n] for i, value in enumerate(values)))
+    return tuple(values[: next(lengths)])

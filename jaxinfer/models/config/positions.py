@@ -6,12 +6,11 @@ import math
 
 
 class PositionKind(enum.StrEnum):
-    """How the model learns the position of a token."""
+    """How the attention of a layer learns the position of a token."""
 
-    LEARNED = "learned"  # a table added to the embeddings
     ROTARY = "rotary"  # queries and keys rotated by their position (RoPE, arXiv:2104.09864)
     ALIBI = "alibi"  # a bias on the scores, linear in the distance (arXiv:2108.12409)
-    NONE = "none"  # by the causal mask alone (NoPE, arXiv:2305.19466); some layers of a model with rotary ones
+    NONE = "none"  # by the causal mask only (NoPE, arXiv:2305.19466), or by a table that the model adds to embeddings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionsConfig:
-    """Position information."""
+    """Position information in attention."""
 
     kind: PositionKind
-    offset: int = 0  # learned: unused rows at the start of the table (OPT and RoBERTa: 2)
     theta: float = 10_000.0  # rotary: base wavelength
     rotary_dim: int = 0  # rotary: leading features of each head that are rotated, i paired with i + rotary_dim / 2
     scaling: RopeScaling | None = None
@@ -68,6 +66,13 @@ class PositionsConfig:
 
 
 NO_POSITIONS = PositionsConfig(kind=PositionKind.NONE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+    """A table with a row for each position, added to the embeddings."""
+
+    offset: int = 0  # unused rows at the start of the table (OPT and RoBERTa: 2)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -5,7 +5,6 @@ import enum
 
 from jaxinfer.models.config.checks import require_positive
 from jaxinfer.models.config.layers import LayersConfig
-from jaxinfer.models.config.positions import PositionsConfig
 
 
 class Pooling(enum.StrEnum):
@@ -23,7 +22,6 @@ class TextModelConfig(LayersConfig):
 
     vocab: int
     context: int  # maximal tokens of a request, prompt and output together
-    positions: PositionsConfig
     padded_vocab: int | None = None  # rows of the embedding and the head; from `vocab` on no tokens. None: vocab
     pooling: Pooling = Pooling.MEAN  # of a text to embed
     normalize: bool = True  # the vector of a text to length 1
@@ -33,17 +31,6 @@ class TextModelConfig(LayersConfig):
         require_positive(self, "vocab", "context")
         if self.padded_vocab is not None and self.padded_vocab < self.vocab:
             raise ValueError(f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.")
-        if (rotary_dim := max(p.rotary_dim for p in self.all_positions)) > self.attention.head_dim:
-            raise ValueError(f"rotary_dim={rotary_dim} is larger than head_dim={self.attention.head_dim}.")
-
-    def positions_in(self, layer: int) -> PositionsConfig:
-        """The positions that one layer goes by."""
-        return self.positions
-
-    @property
-    def all_positions(self) -> tuple[PositionsConfig, ...]:
-        """The positions that layers go by, each once."""
-        return tuple(dict.fromkeys(self.positions_in(layer) for layer in range(self.layers)))
 
     @property
     def output_width(self) -> int:

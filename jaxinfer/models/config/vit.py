@@ -4,9 +4,8 @@ import dataclasses
 import enum
 from typing import ClassVar
 
-from jaxinfer.models.config.checks import require_labels, require_no_experts, require_positive
-from jaxinfer.models.config.layers import BlockKind, LayersConfig
-from jaxinfer.models.config.positions import PositionKind, PositionsConfig
+from jaxinfer.models.config.checks import require_labels, require_positive
+from jaxinfer.models.config.layers import BlockKind, UniformConfig
 from jaxinfer.models.config.preprocessing import PreprocessingConfig
 
 _PREPROCESSING = PreprocessingConfig()
@@ -35,14 +34,13 @@ class PositionGrid:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(LayersConfig):
+class ViTConfig(UniformConfig):
     """One vision transformer, whose tokens are class tokens, registers and the patches of an image (arXiv:2010.11929).
 
     Without labels it has no head of classes, and gives vectors alone.
     """
 
     block: ClassVar[BlockKind] = BlockKind.SEQUENTIAL
-    positions: ClassVar[PositionsConfig] = PositionsConfig(kind=PositionKind.LEARNED)
     labels: tuple[str, ...]  # of the classes, in the order of the outputs
     image_size: int = 224  # pixels of a side; those beyond the last whole patch are left out
     patch_size: int = 16  # pixels of a patch's side
@@ -55,14 +53,11 @@ class ViTConfig(LayersConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_no_experts(self, self.mlp.moe)
         require_positive(self, "image_size", "patch_size")
         require_labels(self, self.labels, least=0)
         self.preprocessing.check_size(self.image_size)
         if self.image_size < self.patch_size:
             raise ValueError(f"ViTConfig.image_size={self.image_size} is less than patch_size={self.patch_size}.")
-        if any(window is not None for window in self.attention.windows):
-            raise ValueError(f"ViTConfig.attention.windows={self.attention.windows} is not implemented; use (None,).")
         if min(self.class_tokens, self.registers) < 0:
             raise ValueError(f"ViTConfig.class_tokens={self.class_tokens} and registers={self.registers} must be >= 0.")
         by_class = (ImagePooling.CLS, ImagePooling.CLS_AND_MEAN, ImagePooling.CLASS_TOKENS)

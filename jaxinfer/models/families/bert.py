@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from jaxinfer.models.config import (
     AttentionConfig,
     EncoderConfig,
+    LearnedPositions,
     MlpConfig,
     NormConfig,
     NormKind,
-    PositionKind,
-    PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
@@ -33,7 +32,7 @@ def encoder_config(hf: Mapping[str, object], *, offset: int) -> EncoderConfig:
             qkv_bias=True,
             out_bias=True,
         ),
-        positions=PositionsConfig(kind=PositionKind.LEARNED, offset=offset),
+        learned_positions=LearnedPositions(offset=offset),
         mlp=MlpConfig(
             hidden=fields.integer("intermediate_size"),
             activation=fields.activation("hidden_act", default="gelu"),
@@ -51,7 +50,7 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
 def sources(config: EncoderConfig) -> dict[str, Source]:
     """The tensors of BERT and RoBERTa."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    rows = config.context + config.positions.offset
+    rows = config.context + config.learned_positions.offset
     sources = (
         table("embed.table", "embeddings.word_embeddings.weight", config.vocab, embed)
         | table("positions.table", "embeddings.position_embeddings.weight", rows, embed)

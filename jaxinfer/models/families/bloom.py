@@ -6,6 +6,7 @@ from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -26,22 +27,26 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         layers=fields.integer("n_layer", "num_hidden_layers"),
         context=fields.integer("seq_length", default=2048),  # of training; ALiBi itself has no limit
         embed_norm=True,
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=heads,
-            head_dim=fields.head_dim(embed, heads),
-            qkv_bias=True,
-            out_bias=True,
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=fields.head_dim(embed, heads),
+                    qkv_bias=True,
+                    out_bias=True,
+                    positions=PositionsConfig(kind=PositionKind.ALIBI),
+                ),
+                mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU_TANH, bias=True),
+            ),
         ),
-        positions=PositionsConfig(kind=PositionKind.ALIBI),
-        mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU_TANH, bias=True),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
         tied=fields.flag("tie_word_embeddings", default=True),
     )
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    embed = config.embed
     sources = (
         table("embed.table", "word_embeddings.weight", config.vocab, embed)
         | norm("embed_norm", "word_embeddings_layernorm", embed, bias=True)
@@ -51,6 +56,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
+        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value

@@ -17,25 +17,24 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(hf)
     bias = fields.flag("attention_bias", default=False)
     config = dataclasses.replace(
-        config,
-        block=BlockKind.PARALLEL,
+        config.with_block(BlockKind.PARALLEL),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-5)),
         logit_scale=fields.number("logit_scale", default=0.0625),
     )
-    return llama.with_attention(config, qkv_bias=bias, out_bias=bias)
+    return config.with_attention(qkv_bias=bias, out_bias=bias)
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     qk_norm = Fields(hf).flag("use_qk_norm", default=False)
     config = base_config({"rope_theta": 500_000.0} | dict(hf))
-    return llama.with_attention(config, qk_norm=qk_norm, qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS)
+    return config.with_attention(qk_norm=qk_norm, qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS)
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
     """The tensors of Command R and Command R7B."""
-    attention = config.attention
     sources = llama.sources(config, rotates_pairs=True) | constant("final_norm.bias", 0.0, config.embed)
-    for layer in (f"layers.{i}" for i in range(config.layers)):
+    for i in range(config.layers):
+        layer, attention = f"layers.{i}", config.layer(i).mixer
         sources |= constant(f"{layer}.attention_norm.bias", 0.0, config.embed)
         if attention.qk_norm:
             for name, heads in (("q_norm", attention.q_heads), ("k_norm", attention.kv_heads)):
@@ -45,7 +44,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
 
 def _head_norms(leaf: str, name: str, heads: int, config: DecoderConfig) -> dict[str, Source]:
     """The norm of each head by weights of its own, whose features go where those of the heads go."""
-    size, dim = config.attention.head_dim, config.positions.rotary_dim
+    size, dim = config.layer(0).mixer.head_dim, llama.rotary_dim(config)
 
     def combine(weight: np.ndarray) -> np.ndarray:
         return pairs_to_halves(weight.reshape(-1), size, dim)

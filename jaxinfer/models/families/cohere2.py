@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import NO_POSITIONS, DecoderConfig
-from jaxinfer.models.families import cohere, llama
+from jaxinfer.models.families import cohere
 from jaxinfer.models.families.fields import Fields
 
 
@@ -14,8 +14,9 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     default = fields.every_nth_full(config.layers, "sliding_window_pattern", default=4)
     windows = fields.windows(fields.optional(int, "sliding_window"), default)
     # As transformers: only layers with a window rotate.
-    positions = tuple(NO_POSITIONS if window is None else config.positions for window in windows)
-    return llama.with_attention(dataclasses.replace(config, layer_positions=positions), windows=windows)
+    rotary = config.layer(0).mixer.positions
+    positions = [NO_POSITIONS if window is None else rotary for window in windows]
+    return config.with_windows(windows).with_positions(positions)
 
 
 FAMILY = dataclasses.replace(cohere.FAMILY, model_types=("cohere2",), published=("Command R7B",), config=_config)

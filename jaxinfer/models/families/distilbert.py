@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from jaxinfer.models.config import (
     AttentionConfig,
     EncoderConfig,
+    LearnedPositions,
     MlpConfig,
     NormConfig,
     NormKind,
-    PositionKind,
-    PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
@@ -30,7 +29,7 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
             qkv_bias=True,
             out_bias=True,
         ),
-        positions=PositionsConfig(kind=PositionKind.LEARNED),  # a sinusoidal table is in the checkpoint too
+        learned_positions=LearnedPositions(),  # a sinusoidal table is in the checkpoint too
         mlp=MlpConfig(
             hidden=fields.integer("hidden_dim"),
             activation=fields.activation("activation", default="gelu"),

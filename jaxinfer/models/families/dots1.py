@@ -15,7 +15,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     kinds = [FULL if i < full else SLIDING for i in range(config.layers)]
     bias = fields.flag("attention_bias", default=False)
     windows = fields.windows(fields.optional(int, "sliding_window"), kinds)
-    config = llama.with_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=windows)
+    config = config.with_attention(qkv_bias=bias, out_bias=bias, qk_norm=True).with_windows(windows)
     return experts.with_deepseek_experts(config, fields, first_dense=0, normalize=False)
 
 

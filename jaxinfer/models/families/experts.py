@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.models.config import DecoderConfig, GroupScore, MlpConfig, MoeConfig, RouterConfig, RouterKind
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.fields import Fields, cycle
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Source, alternate, alternate_from_fused, linear, only
 
 
@@ -21,10 +21,9 @@ def with_experts(
       hidden: width of an expert; None: that of the MLP.
       sparse: which layers have experts, and not the MLP; empty: all.
     """
-    dense = config.mlp
+    dense = config.layer(0).mlp
     experts = dataclasses.replace(dense, hidden=dense.hidden if hidden is None else hidden, moe=moe)
-    mlps = cycle([experts if has else dense for has in sparse or [True] * config.layers])
-    return dataclasses.replace(config, mlp=mlps[0], layer_mlps=mlps if len(mlps) > 1 else ())
+    return config.with_mlps([experts if has else dense for has in sparse or [True]])
 
 
 def with_deepseek_experts(config: DecoderConfig, fields: Fields, *, first_dense: int, normalize: bool) -> DecoderConfig:
@@ -84,7 +83,7 @@ def sources(config: DecoderConfig, names: ExpertNames = ExpertNames()) -> dict[s
     """The tensors of a Llama-like model with gated experts without biases in some or all layers."""
     sources = llama.sources(config)
     for layer in config.moe_layers:
-        sources |= _layer_sources(f"layers.{layer}", config.mlp_in(layer), config.embed, names)
+        sources |= _layer_sources(f"layers.{layer}", config.layer(layer).mlp, config.embed, names)
     return sources
 
 

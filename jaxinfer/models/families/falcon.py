@@ -6,6 +6,7 @@ from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -27,21 +28,26 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
         context=fields.integer("max_position_embeddings", default=2048),
-        block=_block(fields),
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=_kv_heads(fields, heads),
-            head_dim=head_dim,
-            qkv_bias=bias,
-            out_bias=bias,
-            # The scores are scaled with the bias already added. transformers rounds the bias to bfloat16; we do not.
-            alibi=tuple(slope * head_dim**-0.5 for slope in alibi_slopes(heads)) if alibi else None,
-        ),
-        positions=PositionsConfig(kind=PositionKind.ALIBI) if alibi else fields.rotary(head_dim),
-        mlp=MlpConfig(
-            hidden=fields.integer("ffn_hidden_size", default=4 * embed),
-            activation=fields.activation("activation", default="gelu"),
-            bias=bias,
+        pattern=(
+            LayerConfig(
+                block=_block(fields),
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=_kv_heads(fields, heads),
+                    head_dim=head_dim,
+                    qkv_bias=bias,
+                    out_bias=bias,
+                    # The scores are scaled with the bias already added. transformers rounds the bias to bfloat16; we
+                    # do not.
+                    alibi=tuple(slope * head_dim**-0.5 for slope in alibi_slopes(heads)) if alibi else None,
+                    positions=PositionsConfig(kind=PositionKind.ALIBI) if alibi else fields.rotary(head_dim),
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("ffn_hidden_size", default=4 * embed),
+                    activation=fields.activation("activation", default="gelu"),
+                    bias=bias,
+                ),
+            ),
         ),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
         tied=fields.flag("tie_word_embeddings", default=True),
@@ -76,14 +82,15 @@ _NORMS = {  # of each kind of block, the names of the norms before attention and
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, mlp, embed = config.attention, config.mlp, config.embed
+    embed = config.embed
     sources = table("embed.table", "word_embeddings.weight", config.vocab, embed)
     sources |= norm("final_norm", "ln_f", embed, bias=True)
     if not config.tied:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"h.{i}"
-        for leaf, name in zip(("attention_norm", "mlp_norm"), _NORMS[config.block], strict=False):
+        ours, theirs, kind = f"layers.{i}", f"h.{i}", config.layer(i)
+        attention, mlp = kind.mixer, kind.mlp
+        for leaf, name in zip(("attention_norm", "mlp_norm"), _NORMS[kind.block], strict=False):
             sources |= norm(f"{ours}.{leaf}", f"{theirs}.{name}", embed, bias=True)
         rows, dense = (sum(qkv_rows(attention)),), f"{theirs}.self_attention.dense"
         sources |= (

@@ -198,9 +198,9 @@ class Fields:
             raise ValueError(f"{self.file}: {name} has {len(values)} entries for {layers} layers; correct it.")
         return values
 
-    def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-        """The attention windows that layers cycle through, by their kinds (`layer_types`)."""
-        return cycle([window if kind == SLIDING else None for kind in self.layer_types(default)])
+    def windows(self, window: int | None, default: Sequence[str]) -> list[int | None]:
+        """The attention window of each layer, by its kind (`layer_types`)."""
+        return [window if kind == SLIDING else None for kind in self.layer_types(default)]
 
     def rotary(
         self,
@@ -328,16 +328,6 @@ class Fields:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The kinds of attention that `layer_types` names."""
-
-
-def cycle[T](values: Sequence[T]) -> tuple[T, ...]:
-    """The shortest sequence that gives these values when it is repeated, the last time perhaps in part.
-
-    >>> cycle([4, 4, None, 4, 4, None, 4])
-    (4, 4, None)
-    """
-    lengths = (n for n in range(1, len(values) + 1) if all(value == values[i % n] for i, value in enumerate(values)))
-    return tuple(values[: next(lengths)])
 
 
 _ROPE_FIELDS = {

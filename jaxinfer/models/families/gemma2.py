@@ -27,21 +27,17 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     bias = fields.flag("attention_bias", default=False)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.layers)]
     config = dataclasses.replace(
-        config,
-        block=BlockKind.SANDWICH,
+        config.with_block(BlockKind.SANDWICH).with_mlp(activation=activation),
         embed_scale=config.embed**0.5,
         tied=fields.flag("tie_word_embeddings", default=True),
         logit_softcap=fields.optional(float, "final_logit_softcapping"),
-        mlp=dataclasses.replace(config.mlp, activation=activation),
     )
-    return llama.with_attention(
-        config,
+    return config.with_attention(
         qkv_bias=bias,
         out_bias=bias,
         scale=fields.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         softcap=fields.optional(float, "attn_logit_softcapping"),
-        windows=fields.windows(fields.optional(int, "sliding_window"), alternating),
-    )
+    ).with_windows(fields.windows(fields.optional(int, "sliding_window"), alternating))
 
 
 def one_plus(weight: np.ndarray) -> np.ndarray:

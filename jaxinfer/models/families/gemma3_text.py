@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import gemma2, llama
-from jaxinfer.models.families.fields import FULL, Fields, cycle
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Source, norm
 
 _DEFAULTS = {  # the published configs leave out what is so
@@ -37,20 +37,16 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
     base = gemma2.base_config(hf | {"rope_parameters": None, "rope_scaling": None})
     pattern = ("sliding_window_pattern", "_sliding_window_pattern")
     default = fields.every_nth_full(base.layers, *pattern, default=6)
-    base = dataclasses.replace(
-        base,
-        positions=positions[FULL],
-        layer_positions=cycle([positions[kind] for kind in fields.layer_types(default)]),
-    )
+    base = base.with_positions([positions[kind] for kind in fields.layer_types(default)])
     windows = fields.windows(fields.optional(int, "sliding_window"), default)
-    return llama.with_attention(base, qk_norm=True, windows=windows)
+    return base.with_attention(qk_norm=True).with_windows(windows)
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     sources = gemma2.sources(config)
-    for layer in (f"layers.{i}" for i in range(config.layers)):
+    for i in range(config.layers):
+        layer, size = f"layers.{i}", config.layer(i).mixer.head_dim
         for name in ("q_norm", "k_norm"):
-            size = config.attention.head_dim
             sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, combine=gemma2.one_plus)
     return sources
 

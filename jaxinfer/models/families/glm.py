@@ -14,7 +14,7 @@ _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     """The config of GLM-4; of the 0414 release all but the norms."""
     config = llama.base_config(_DEFAULTS | dict(hf))
-    return llama.with_attention(config, qkv_bias=Fields(hf).flag("attention_bias", default=True))
+    return config.with_attention(qkv_bias=Fields(hf).flag("attention_bias", default=True))
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:

@@ -9,7 +9,7 @@ from jaxinfer.models.families.mapping import Source, norm
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    return dataclasses.replace(glm.base_config(hf), block=BlockKind.SANDWICH)
+    return glm.base_config(hf).with_block(BlockKind.SANDWICH)
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:

@@ -15,8 +15,7 @@ _NEXT_TOKENS = r"layers\.(46|92)\..*"  # after the last layer: what predicts the
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
-    config = llama.with_attention(
-        llama.base_config(_DEFAULTS | dict(hf)),
+    config = llama.base_config(_DEFAULTS | dict(hf)).with_attention(
         qkv_bias=fields.flag("attention_bias", default=False),
         qk_norm=fields.flag("use_qk_norm", default=False),
     )

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from jaxinfer.models.config import (
     AttentionConfig,
     DecoderConfig,
+    LayerConfig,
+    LearnedPositions,
     MlpConfig,
     NormConfig,
     NormKind,
-    PositionKind,
-    PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
@@ -24,6 +24,15 @@ from jaxinfer.models.families.mapping import (
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    config, fields = _uniform_config(hf), Fields(hf)
+    if not fields.flag("scale_attn_by_inverse_layer_idx", default=False):
+        return config
+    scale = config.layer(0).mixer.score_scale
+    scales = [scale / (layer + 1) for layer in range(config.layers)]
+    return config.vary(lambda kind, scale: kind.with_attention(scale=scale), scales)
+
+
+def _uniform_config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)  # reorder_and_upcast_attn asks for scores in float32, which they always are
     embed, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
     return DecoderConfig(
@@ -31,28 +40,31 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("n_layer", "num_hidden_layers"),
         context=fields.integer("n_positions", "max_position_embeddings", default=1024),
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=heads,
-            head_dim=fields.head_dim(embed, heads),
-            qkv_bias=True,
-            out_bias=True,
-            scale=None if fields.flag("scale_attn_weights", default=True) else 1.0,
-            scale_by_inverse_layer=fields.flag("scale_attn_by_inverse_layer_idx", default=False),
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=fields.head_dim(embed, heads),
+                    qkv_bias=True,
+                    out_bias=True,
+                    scale=None if fields.flag("scale_attn_weights", default=True) else 1.0,
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("n_inner", default=4 * embed),
+                    activation=fields.activation("activation_function", default="gelu_new"),
+                    bias=True,
+                ),
+            ),
         ),
-        positions=PositionsConfig(kind=PositionKind.LEARNED),
-        mlp=MlpConfig(
-            hidden=fields.integer("n_inner", default=4 * embed),
-            activation=fields.activation("activation_function", default="gelu_new"),
-            bias=True,
-        ),
+        learned_positions=LearnedPositions(),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
         tied=fields.flag("tie_word_embeddings", default=True),
     )
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    embed = config.embed
     sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | table("positions.table", "wpe.weight", config.context, embed)
@@ -62,6 +74,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
+        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(

@@ -6,11 +6,11 @@ from jaxinfer.fields import shown
 from jaxinfer.models.config import (
     AttentionConfig,
     DecoderConfig,
+    LayerConfig,
+    LearnedPositions,
     MlpConfig,
     NormConfig,
     NormKind,
-    PositionKind,
-    PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
@@ -41,27 +41,30 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=layers,
         context=fields.integer("max_position_embeddings", default=2048),
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=heads,
-            head_dim=fields.head_dim(embed, heads),
-            out_bias=True,
-            scale=1.0,
-            windows=_windows(fields, layers),
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=fields.head_dim(embed, heads),
+                    out_bias=True,
+                    scale=1.0,
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("intermediate_size", default=4 * embed),
+                    activation=fields.activation("activation_function", default="gelu_new"),
+                    bias=True,
+                ),
+            ),
         ),
-        positions=PositionsConfig(kind=PositionKind.LEARNED),
-        mlp=MlpConfig(
-            hidden=fields.integer("intermediate_size", default=4 * embed),
-            activation=fields.activation("activation_function", default="gelu_new"),
-            bias=True,
-        ),
+        learned_positions=LearnedPositions(),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
         tied=fields.flag("tie_word_embeddings", default=True),
-    )
+    ).with_windows(_windows(fields, layers))
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    embed = config.embed
     sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | table("positions.table", "wpe.weight", config.context, embed)
@@ -71,6 +74,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
+        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
         q, k, v, out = (f"{theirs}.attn.attention.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)

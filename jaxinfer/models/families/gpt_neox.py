@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 
-from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.config import (
+    AttentionConfig,
+    BlockKind,
+    DecoderConfig,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+)
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, linear, norm, qkv_rows, table
 
@@ -17,15 +25,25 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
         context=fields.integer("max_position_embeddings", default=2048),
-        block=BlockKind.PARALLEL_TWO_NORMS if parallel else BlockKind.SEQUENTIAL,
-        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=head_dim, qkv_bias=bias, out_bias=bias),
-        positions=fields.rotary(
-            head_dim, theta_names=("rotary_emb_base",), fraction=0.25, fraction_names=("rotary_pct",)
-        ),
-        mlp=MlpConfig(
-            hidden=fields.integer("intermediate_size"),
-            activation=fields.activation("hidden_act", default="gelu"),
-            bias=True,
+        pattern=(
+            LayerConfig(
+                block=BlockKind.PARALLEL_TWO_NORMS if parallel else BlockKind.SEQUENTIAL,
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=head_dim,
+                    qkv_bias=bias,
+                    out_bias=bias,
+                    positions=fields.rotary(
+                        head_dim, theta_names=("rotary_emb_base",), fraction=0.25, fraction_names=("rotary_pct",)
+                    ),
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("intermediate_size"),
+                    activation=fields.activation("hidden_act", default="gelu"),
+                    bias=True,
+                ),
+            ),
         ),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-5)),
         tied=fields.flag("tie_word_embeddings", default=False),
@@ -33,7 +51,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    embed = config.embed
     sources = table("embed.table", "embed_in.weight", config.vocab, embed) | norm(
         "final_norm", "final_layer_norm", embed, bias=True
     )
@@ -41,6 +59,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "embed_out.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
+        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value

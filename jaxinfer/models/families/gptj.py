@@ -6,6 +6,7 @@ from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -34,13 +35,23 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("n_layer", "num_hidden_layers"),
         context=fields.integer("n_positions", "max_position_embeddings", default=2048),
-        block=BlockKind.PARALLEL,
-        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=head_dim),
-        positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=fields.integer("rotary_dim", default=64)),
-        mlp=MlpConfig(
-            hidden=fields.integer("n_inner", default=4 * embed),
-            activation=fields.activation("activation_function", default="gelu_new"),
-            bias=True,
+        pattern=(
+            LayerConfig(
+                block=BlockKind.PARALLEL,
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=head_dim,
+                    positions=PositionsConfig(
+                        kind=PositionKind.ROTARY, rotary_dim=fields.integer("rotary_dim", default=64)
+                    ),
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("n_inner", default=4 * embed),
+                    activation=fields.activation("activation_function", default="gelu_new"),
+                    bias=True,
+                ),
+            ),
         ),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
         head_bias=True,
@@ -48,8 +59,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    joined = by_kv_head_from_pairs(attention, config.positions.rotary_dim)
+    embed = config.embed
     sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | norm("final_norm", "ln_f", embed, bias=True)
@@ -57,6 +67,8 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     )
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
+        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
+        joined = by_kv_head_from_pairs(attention, attention.positions.rotary_dim)
         q, k, v, out = (f"{theirs}.attn.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)

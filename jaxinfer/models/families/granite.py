@@ -16,7 +16,7 @@ def with_factors(config: DecoderConfig, fields: Fields) -> DecoderConfig:
         residual_scale=fields.number("residual_multiplier", default=1.0),
         logit_scale=1 / fields.positive("logits_scaling", default=1.0),
     )
-    return llama.with_attention(config, scale=fields.number("attention_multiplier", default=1.0))
+    return config.with_attention(scale=fields.number("attention_multiplier", default=1.0))
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:

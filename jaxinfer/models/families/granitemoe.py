@@ -15,16 +15,16 @@ NAMES = experts.ExpertNames(
 )
 
 
-def config(hf: Mapping[str, object]) -> DecoderConfig:
-    """The config of Granite-MoE."""
+def config(hf: Mapping[str, object], *, shared_hidden: int = 0) -> DecoderConfig:
+    """The config of Granite-MoE, perhaps with an MLP of this width that every token goes through as well."""
     fields, base = Fields(hf), llama.base_config(hf)
     router = RouterConfig(
         experts=fields.integer("num_local_experts", default=8),
         experts_per_token=fields.integer("num_experts_per_tok", default=2),
     )
     bias = fields.flag("attention_bias", default=False)
-    base = granite.with_factors(llama.with_attention(base, qkv_bias=bias, out_bias=bias), fields)
-    return experts.with_experts(base, MoeConfig(router=router))
+    base = granite.with_factors(base.with_attention(qkv_bias=bias, out_bias=bias), fields)
+    return experts.with_experts(base, MoeConfig(router=router, shared_hidden=shared_hidden))
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:

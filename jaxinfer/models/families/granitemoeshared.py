@@ -12,12 +12,8 @@ _NAMES = dataclasses.replace(granitemoe.NAMES, shared="shared_mlp", shared_fused
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    config = granitemoe.config(hf)
-    assert config.mlp.moe is not None
-    moe = dataclasses.replace(
-        config.mlp.moe, shared_hidden=Fields(hf).integer("shared_intermediate_size", default=0, least=0)
-    )
-    return dataclasses.replace(config, mlp=dataclasses.replace(config.mlp, moe=moe))
+    shared = Fields(hf).integer("shared_intermediate_size", default=0, least=0)
+    return granitemoe.config(hf, shared_hidden=shared)
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:

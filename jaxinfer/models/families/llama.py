@@ -1,12 +1,12 @@
 """Llama 2 and 3, and the parts that related families use."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
     DecoderConfig,
+    LayerConfig,
     MlpConfig,
     NormConfig,
     NormKind,
@@ -37,33 +37,31 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
         context=fields.integer("max_position_embeddings"),
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=fields.integer("num_key_value_heads", default=heads),
-            head_dim=head_dim,
-        ),
-        positions=fields.rotary(head_dim),
-        mlp=MlpConfig(
-            hidden=fields.integer("intermediate_size"),
-            activation=fields.activation("hidden_act", default="silu"),
-            gated=True,
+        pattern=(
+            LayerConfig(
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=fields.integer("num_key_value_heads", default=heads),
+                    head_dim=head_dim,
+                    positions=fields.rotary(head_dim),
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("intermediate_size"),
+                    activation=fields.activation("hidden_act", default="silu"),
+                    gated=True,
+                ),
+            ),
         ),
         norm=NormConfig(kind=NormKind.RMS, eps=fields.number("rms_norm_eps", default=1e-6)),
         tied=fields.flag("tie_word_embeddings", default=False),
     )
 
 
-def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
-    """Return the config with these attention options changed."""
-    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **changes))
-
-
 def config(hf: Mapping[str, object]) -> DecoderConfig:
     """The config of Llama."""
     fields, base = Fields(hf), base_config(hf)
     bias = fields.flag("attention_bias", default=False)
-    mlp = dataclasses.replace(base.mlp, bias=fields.flag("mlp_bias", default=False))
-    return with_attention(dataclasses.replace(base, mlp=mlp), qkv_bias=bias, out_bias=bias)
+    return base.with_mlp(bias=fields.flag("mlp_bias", default=False)).with_attention(qkv_bias=bias, out_bias=bias)
 
 
 def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, Source]:
@@ -73,15 +71,15 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
 
     rotates_pairs: whether rotated features of a head lie in pairs (2i, 2i + 1), as in Command R.
     """
-    attention, embed = config.attention, config.embed
-    shifted = config.norm.kind is NormKind.LAYER
-    join = by_kv_head_from_pairs(attention, config.positions.rotary_dim) if rotates_pairs else by_kv_head(attention)
+    embed, shifted = config.embed, config.norm.kind is NormKind.LAYER
     sources = table("embed.table", "embed_tokens.weight", config.vocab, embed)
     sources |= norm("final_norm", "norm", embed, bias=shifted)
     if not config.tied:
         sources |= linear("head", ("lm_head",), (config.vocab,), embed, bias=config.head_bias)
     for i in range(config.layers):
-        layer = f"layers.{i}"
+        layer, kind = f"layers.{i}", config.layer(i)
+        attention = kind.mixer
+        join = by_kv_head_from_pairs(attention, rotary_dim(config)) if rotates_pairs else by_kv_head(attention)
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
         sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
@@ -100,14 +98,22 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
                 attention.q_heads * attention.head_dim,
                 bias=attention.out_bias,
             )
-            | _mlp(f"{layer}.mlp", config.mlp_in(i), embed)
+            | _mlp(f"{layer}.mlp", kind.mlp, embed)
         )
-        if config.block is not BlockKind.PARALLEL:
+        if kind.block is not BlockKind.PARALLEL:
             sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
         if attention.qk_norm:
             for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
                 sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
     return sources
+
+
+def rotary_dim(config: DecoderConfig) -> int:
+    """The number of features of a head that rotate in layers with rotary positions.
+
+    Layers without positions have their features in the same order, so that heads are laid out alike in all layers.
+    """
+    return max(positions.rotary_dim for positions in config.positions)
 
 
 def _mlp(module: str, mlp: MlpConfig, embed: int) -> dict[str, Source]:

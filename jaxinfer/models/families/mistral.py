@@ -12,7 +12,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields({"sliding_window": 4096} | dict(hf))  # null means none
     config = llama.base_config({"num_key_value_heads": 8} | dict(hf))
     fields.expect("layer_types", None, "alternating windows belong to other families")
-    return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+    return config.with_attention(window=fields.optional(int, "sliding_window"))
 
 
 FAMILY = dataclasses.replace(

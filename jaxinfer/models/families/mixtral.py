@@ -23,7 +23,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         experts=fields.integer("num_local_experts", "num_experts", default=8),
         experts_per_token=fields.integer("num_experts_per_tok", default=2),
     )
-    config = llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+    config = config.with_attention(window=fields.optional(int, "sliding_window"))
     return experts.with_experts(config, MoeConfig(router=router))
 
 

@@ -13,8 +13,8 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     """The part of a config that OLMo 2 and 3 have in common."""
     hf = {"rms_norm_eps": 1e-5} | dict(hf)
     bias = Fields(hf).flag("attention_bias", default=False)
-    config = dataclasses.replace(llama.base_config(hf), block=BlockKind.REORDERED)
-    return llama.with_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_scope=QKNormScope.ALL_HEADS)
+    config = llama.base_config(hf).with_block(BlockKind.REORDERED)
+    return config.with_attention(qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_scope=QKNormScope.ALL_HEADS)
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:

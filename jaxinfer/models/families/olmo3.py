@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families import llama, olmo2
-from jaxinfer.models.families.fields import FULL, Fields, cycle
+from jaxinfer.models.families import olmo2
+from jaxinfer.models.families.fields import Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -13,15 +13,11 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     config = olmo2.base_config({**hf, "rope_parameters": None, "rope_scaling": None})
     theta = fields.number("rope_theta", default=500_000.0)
     positions = fields.rotary_by_layer_type(
-        config.attention.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
+        config.layer(0).mixer.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
     )
     default = fields.every_nth_full(config.layers, default=4)
-    config = dataclasses.replace(
-        config,
-        positions=positions[FULL],
-        layer_positions=cycle([positions[kind] for kind in fields.layer_types(default)]),
-    )
-    return llama.with_attention(config, windows=fields.windows(fields.optional(int, "sliding_window"), default))
+    config = config.with_positions([positions[kind] for kind in fields.layer_types(default)])
+    return config.with_windows(fields.windows(fields.optional(int, "sliding_window"), default))
 
 
 FAMILY = dataclasses.replace(olmo2.FAMILY, model_types=("olmo3",), published=("OLMo 3",), config=_config)

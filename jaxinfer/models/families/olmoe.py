@@ -18,8 +18,8 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         normalize=fields.flag("norm_topk_prob", default=False),
     )
     bias = fields.flag("attention_bias", default=False)
-    config = llama.with_attention(
-        llama.base_config(hf), qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_scope=QKNormScope.ALL_HEADS
+    config = llama.base_config(hf).with_attention(
+        qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_scope=QKNormScope.ALL_HEADS
     )
     return experts.with_experts(config, MoeConfig(router=router))
 

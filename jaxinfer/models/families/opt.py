@@ -6,11 +6,11 @@ from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
     DecoderConfig,
+    LayerConfig,
+    LearnedPositions,
     MlpConfig,
     NormConfig,
     NormKind,
-    PositionKind,
-    PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, by_kv_head, constant, linear, norm, qkv_rows, table
@@ -27,22 +27,26 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
         context=fields.integer("max_position_embeddings", default=2048),
-        block=BlockKind.SEQUENTIAL if norm_before else BlockKind.POST_NORM,
         word_embed=None if word_embed == embed else word_embed,
         final_norm=norm_before and not fields.flag("_remove_final_layer_norm", default=False),
-        attention=AttentionConfig(
-            q_heads=heads,
-            kv_heads=heads,
-            head_dim=fields.head_dim(embed, heads),
-            qkv_bias=bias,
-            out_bias=bias,
+        pattern=(
+            LayerConfig(
+                block=BlockKind.SEQUENTIAL if norm_before else BlockKind.POST_NORM,
+                mixer=AttentionConfig(
+                    q_heads=heads,
+                    kv_heads=heads,
+                    head_dim=fields.head_dim(embed, heads),
+                    qkv_bias=bias,
+                    out_bias=bias,
+                ),
+                mlp=MlpConfig(
+                    hidden=fields.integer("ffn_dim"),
+                    activation=fields.activation("activation_function", default="relu"),
+                    bias=bias,
+                ),
+            ),
         ),
-        positions=PositionsConfig(kind=PositionKind.LEARNED, offset=2),
-        mlp=MlpConfig(
-            hidden=fields.integer("ffn_dim"),
-            activation=fields.activation("activation_function", default="relu"),
-            bias=bias,
-        ),
+        learned_positions=LearnedPositions(offset=2),
         norm=NormConfig(
             kind=NormKind.LAYER, eps=1e-5, affine=fields.flag("layer_norm_elementwise_affine", default=True)
         ),
@@ -57,8 +61,8 @@ def _norm(config: DecoderConfig, leaf: str, name: str) -> dict[str, Source]:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, mlp, embed, width = config.attention, config.mlp, config.embed, config.output_width
-    rows = config.context + config.positions.offset
+    assert config.learned_positions is not None, "every OPT has them"
+    embed, width, rows = config.embed, config.output_width, config.context + config.learned_positions.offset
     sources = table("embed.table", "embed_tokens.weight", config.vocab, width)
     sources |= table("positions.table", "embed_positions.weight", rows, embed)
     if config.word_embed is not None:
@@ -69,7 +73,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     if not config.tied:
         sources |= table("head.weight", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
-        layer = f"layers.{i}"
+        layer, attention, mlp = f"layers.{i}", config.layer(i).mixer, config.layer(i).mlp
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (
             _norm(config, f"{layer}.attention_norm", f"{layer}.self_attn_layer_norm")

@@ -14,14 +14,12 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
     fields.expect("tie_word_embeddings", False)  # the head has a bias of its own
     config = dataclasses.replace(
-        config,
-        block=BlockKind.PARALLEL,
+        config.with_block(BlockKind.PARALLEL).with_mlp(gated=False, bias=True),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-5)),
-        mlp=dataclasses.replace(config.mlp, gated=False, bias=True),
         head_bias=True,
     )
     qk_norm = fields.flag("qk_layernorm", default=False)
-    return llama.with_attention(config, qkv_bias=True, out_bias=True, qk_norm=qk_norm)
+    return config.with_attention(qkv_bias=True, out_bias=True, qk_norm=qk_norm)
 
 
 FAMILY = dataclasses.replace(

@@ -21,10 +21,10 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
     for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):  # Phi-4-mini has these fields
         fields.expect(bias, False)
-    scaling = config.positions.scaling
+    scaling = config.layer(0).mixer.positions.scaling
     if scaling is not None and scaling.kind != "longrope":
         refuse(f"config.json: rope_type={scaling.kind!r} is not implemented in phi3, only 'longrope'.")
-    return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+    return config.with_attention(window=fields.optional(int, "sliding_window"))
 
 
 def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
@@ -32,16 +32,15 @@ def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
     sources = {}
     for i in range(config.layers):
         name = f"layers.{i}.mlp.gate_up"
-        rows = (2 * config.mlp.hidden,)
+        rows = (2 * config.layer(i).mlp.hidden,)
         sources |= linear(name, (f"{name}_proj",), rows, config.embed, bias=False, combine=alternate_from_fused)
     return sources
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention = config.attention
     sources = llama.sources(config) | fused_gate_up(config)
     for i in range(config.layers):
-        layer = f"layers.{i}"
+        layer, attention = f"layers.{i}", config.layer(i).mixer
         sources |= linear(
             f"{layer}.attention.qkv",
             (f"{layer}.self_attn.qkv_proj",),

@@ -8,7 +8,7 @@ from jaxinfer.models.families import llama
 from jaxinfer.models.families.fields import Fields
 
 
-def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+def windows(fields: Fields, layers: int) -> list[int | None]:
     """The window of each layer in Qwen2 and Qwen3: none by default, else from layer `max_window_layers` on."""
     window = None
     if fields.flag("use_sliding_window", default=False):
@@ -19,7 +19,7 @@ def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     config = llama.base_config({"num_key_value_heads": 32} | dict(hf))
-    return llama.with_attention(config, qkv_bias=True, windows=windows(Fields(hf), config.layers))
+    return config.with_attention(qkv_bias=True).with_windows(windows(Fields(hf), config.layers))
 
 
 FAMILY = dataclasses.replace(

@@ -25,7 +25,7 @@ def with_experts(config: DecoderConfig, fields: Fields, moe: MoeConfig) -> Decod
     return experts.with_experts(config, moe, hidden=fields.integer("moe_intermediate_size"), sparse=sparse)
 
 
-def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+def _windows(fields: Fields, layers: int) -> list[int | None]:
     """The window of each layer: none by default, else in every second one below `max_window_layers`."""
     window = None
     if fields.flag("use_sliding_window", default=False):
@@ -42,7 +42,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         shared_mix=SharedMix.GATED,
     )
     bias = fields.flag("qkv_bias", default=True)
-    config = llama.with_attention(config, qkv_bias=bias, windows=_windows(fields, config.layers))
+    config = config.with_attention(qkv_bias=bias).with_windows(_windows(fields, config.layers))
     return with_experts(config, fields, moe)
 
 

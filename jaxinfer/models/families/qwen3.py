@@ -11,9 +11,8 @@ from jaxinfer.models.families.fields import Fields
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config({"head_dim": 128, "num_key_value_heads": 32} | dict(hf))
     bias = fields.flag("attention_bias", default=False)
-    return llama.with_attention(
-        config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen2.windows(fields, config.layers)
-    )
+    config = config.with_attention(qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return config.with_windows(qwen2.windows(fields, config.layers))
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), published=("Qwen3",), config=_config)

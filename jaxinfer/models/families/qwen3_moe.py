@@ -14,7 +14,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)
     bias = fields.flag("attention_bias", default=False)
-    config = llama.with_attention(llama.base_config(hf), qkv_bias=bias, out_bias=bias, qk_norm=True, windows=(window,))
+    config = llama.base_config(hf).with_attention(qkv_bias=bias, out_bias=bias, qk_norm=True, window=window)
     return qwen2_moe.with_experts(config, fields, MoeConfig(router=qwen2_moe.router(fields)))
 
 

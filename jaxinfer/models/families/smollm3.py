@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import NO_POSITIONS, DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
+from jaxinfer.models.families.fields import FULL, SLIDING, Fields
 
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
 
@@ -20,10 +20,9 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     rotary = rotary or [(i + 1) % interval for i in range(config.layers)]
     window = fields.optional(int, "sliding_window") if fields.flag("use_sliding_window", default=False) else None
     default = [FULL if has or window is None else SLIDING for has in rotary]
-    config = dataclasses.replace(
-        config, layer_positions=cycle([config.positions if has else NO_POSITIONS for has in rotary])
-    )
-    return llama.with_attention(config, windows=fields.windows(window, default))
+    positions = config.layer(0).mixer.positions
+    config = config.with_positions([positions if has else NO_POSITIONS for has in rotary])
+    return config.with_windows(fields.windows(window, default))
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, model_types=("smollm3",), published=("SmolLM3",), config=_config)

@@ -17,12 +17,10 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
     parallel = fields.flag("use_parallel_residual", default=False)
     config = dataclasses.replace(
-        config,
-        block=BlockKind.PARALLEL if parallel else BlockKind.SEQUENTIAL,
+        config.with_block(BlockKind.PARALLEL if parallel else BlockKind.SEQUENTIAL),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-5)),
     )
-    return llama.with_attention(
-        config,
+    return config.with_attention(
         qkv_bias=fields.flag("use_qkv_bias", default=False),
         qk_norm=fields.flag("qk_layernorm", default=False),
         qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS,
@@ -35,8 +33,11 @@ def _joined(*norms: np.ndarray) -> np.ndarray:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    sources, attention = llama.sources(config), config.attention
-    for i in range(config.layers if attention.qk_norm else 0):
+    sources = llama.sources(config)
+    for i in range(config.layers):
+        attention = config.layer(i).mixer
+        if not attention.qk_norm:
+            continue
         for part, heads in (("q", attention.q_heads), ("k", attention.kv_heads)):
             leaf, name = f"layers.{i}.attention.{part}_norm", f"layers.{i}.self_attn.{part}_layernorm.norms"
             names = tuple(f"{name}.{head}.weight" for head in range(heads))

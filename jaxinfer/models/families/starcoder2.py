@@ -14,12 +14,11 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
     bias = fields.flag("use_bias", default=True)
     config = dataclasses.replace(
-        config,
+        config.with_mlp(gated=False, bias=bias),
         norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("norm_epsilon", default=1e-5)),
-        mlp=dataclasses.replace(config.mlp, gated=False, bias=bias),
     )
     window = fields.optional(int, "sliding_window")
-    return llama.with_attention(config, qkv_bias=bias, out_bias=bias, windows=(window,))
+    return config.with_attention(qkv_bias=bias, out_bias=bias, window=window)
 
 
 FAMILY = dataclasses.replace(

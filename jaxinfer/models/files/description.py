@@ -22,6 +22,7 @@ from jaxinfer.models.config import (
     YoloConfig,
 )
 from jaxinfer.models.files.generation_config import SamplingDefaults
+from jaxinfer.models.files.older_configs import upgraded
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
@@ -139,7 +140,7 @@ class Description:
             )
         try:
             file_fields = msgspec.json.decode(content, type=_ConfigFile)
-            fields = _with_preprocessing(file_fields.config)
+            fields = upgraded(file_fields.kind, file_fields.config)
             config = msgspec.convert(fields, KINDS[file_fields.kind])
             if unknown := sorted(_unknown_fields(fields, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
@@ -176,22 +177,16 @@ def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> 
     return config
 
 
-def _with_preprocessing(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config with those that ViTs had before `preprocessing` where they are now."""
-    moved = {"pixel_mean": "mean", "pixel_deviation": "deviation"}
-    given = {moved[name]: value for name, value in fields.items() if name in moved}
-    if not given:
-        return fields
-    kept = {name: value for name, value in fields.items() if name not in moved}
-    return kept | {"preprocessing": kept.get("preprocessing", {}) | given}
-
-
-def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) -> Iterator[str]:
-    for name, value in given.items():
-        if name not in known:
-            yield f"{where}.{name}"
-        elif isinstance(value, dict) and isinstance(known[name], dict):
-            yield from _unknown_fields(value, known[name], f"{where}.{name}")
+def _unknown_fields(given: object, known: object, where: str) -> Iterator[str]:
+    if isinstance(given, dict) and isinstance(known, dict):
+        for name, value in given.items():
+            if name in known:
+                yield from _unknown_fields(value, known[name], f"{where}.{name}")
+            else:
+                yield f"{where}.{name}"
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (value, of_known) in enumerate(zip(given, known, strict=True)):
+            yield from _unknown_fields(value, of_known, f"{where}[{index}]")
 
 
 def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:

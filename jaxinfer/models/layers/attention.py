@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, PositionsConfig, QKNormScope
+from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, QKNormScope
 from jaxinfer.models.layers.forward_context import ForwardContext, pack, unpack
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import AdapterDelta
@@ -46,18 +46,14 @@ class Attention(nnx.Module):
         self,
         embed: int,
         cfg: AttentionConfig,
-        positions: PositionsConfig,
         norm: NormConfig,
         weights: WeightFormat,
         *,
-        layer: int,
         causal: bool = True,
         rngs: nnx.Rngs,
     ):
         self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
-        self.scale, self.window = cfg.score_scale(layer), cfg.window(layer)
-        self.positions = positions
-        self.slopes = cfg.slopes if positions.kind is PositionKind.ALIBI else None
+        self.slopes = cfg.slopes if cfg.positions.kind is PositionKind.ALIBI else None
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
@@ -90,7 +86,7 @@ class Attention(nnx.Module):
         """
         qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=adapter_delta), forward_context.groups
         heads, keys = [], None
-        tables = forward_context.rotary.get(self.positions, (None,) * len(groups))
+        tables = forward_context.rotary.get(self.cfg.positions, (None,) * len(groups))
         for group, rotary, part in zip(groups, tables, unpack(self._with_norms(qkv), groups), strict=True):
             if cache is None:
                 mixed, keys = self._attend_within_rows(part, group.positions, rotary, forward_context)
@@ -142,7 +138,8 @@ class Attention(nnx.Module):
     def _score_options(self) -> dict[str, Any]:
         """Options of `pallas_kernels` for the scores, with the ALiBi slopes of this device's heads."""
         slopes = None if self.slopes is None else local_part(jnp.asarray(self.slopes, jnp.float32), "heads")
-        return {"alibi": slopes, "scale": self.scale, "window": self.window, "softcap": self.cfg.softcap}
+        cfg = self.cfg
+        return {"alibi": slopes, "scale": cfg.score_scale, "window": cfg.window, "softcap": cfg.softcap}
 
     def mean_key(self, keys: jax.Array) -> jax.Array:
         """Average the keys of all heads, which are alike where tokens are (ToMe, arXiv:2210.09461, section 3).

@@ -76,45 +76,25 @@ class Branch(NamedTuple):
     join: Callable[[jax.Array, Output], jax.Array]
 
 
-def sequential(norm: Norm, scale: float) -> Branch:
-    """x + scale * f(norm(x))."""
-    return Branch(norm, lambda x, f: f.plus(x) if scale == 1.0 else x + scale * f.value())
-
-
-def sandwich(norm: Norm, post_norm: Norm) -> Branch:
-    """x + post_norm(f(norm(x)))."""
-    return Branch(norm, lambda x, f: x + post_norm(f.value()))
-
-
-def reordered(norm: Norm) -> Branch:
-    """x + norm(f(x))."""
-    return Branch(None, lambda x, f: x + norm(f.value()))
-
-
-def post_norm(norm: Norm) -> Branch:
-    """norm(x + f(x))."""
-    return Branch(None, lambda x, f: norm(f.plus(x)))
-
-
-def make_branch(kind: BlockKind, norm: Norm, post: Norm | None, scale: float) -> Branch:
-    """Make attention's or the MLP's branch of a block.
+def make_branch(kind: BlockKind, norm: Norm, post_norm: Norm | None, scale: float) -> Branch:
+    """Make attention's or the MLP's branch of a block: the formula of every kind of block but the parallel ones.
 
     Args:
       kind: of the block.
       norm: the norm that every block has.
-      post: the norm after f, which only a sandwich block has.
+      post_norm: the norm after f, which only a sandwich block has.
       scale: of f's output, for a sequential block.
     """
     match kind:
-        case BlockKind.SANDWICH:
-            assert post is not None
-            return sandwich(norm, post)
-        case BlockKind.REORDERED:
-            return reordered(norm)
-        case BlockKind.POST_NORM:
-            return post_norm(norm)
-        case _:  # a parallel block has its norms where a sequential one has them
-            return sequential(norm, scale)
+        case BlockKind.SANDWICH:  # x + post_norm(f(norm(x)))
+            assert post_norm is not None
+            return Branch(norm, lambda x, f: x + post_norm(f.value()))
+        case BlockKind.REORDERED:  # x + norm(f(x))
+            return Branch(None, lambda x, f: x + norm(f.value()))
+        case BlockKind.POST_NORM:  # norm(x + f(x))
+            return Branch(None, lambda x, f: norm(f.plus(x)))
+        case _:  # x + scale * f(norm(x)); a parallel block has its norms where a sequential one has them
+            return Branch(norm, lambda x, f: f.plus(x) if scale == 1.0 else x + scale * f.value())
 
 
 def parallel(x: jax.Array, attention: Product, mlp: Callable[[], Product]) -> jax.Array:

@@ -35,17 +35,14 @@ class TransformerLayer(nnx.Module):
         causal: bool = True,
         rngs: nnx.Rngs,
     ):
-        self.block = cfg.block
+        kind = cfg.layer(layer)
+        self.block = kind.block
         self.residual_scale = cfg.residual_scale if isinstance(cfg, DecoderConfig) else 1.0
-        positions = cfg.positions if isinstance(cfg, ViTConfig) else cfg.positions_in(layer)
         has_post_norms = self.block is BlockKind.SANDWICH
         self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.attention = Attention(
-            cfg.embed, cfg.attention, positions, cfg.norm, weights, layer=layer, causal=causal, rngs=rngs
-        )
+        self.attention = Attention(cfg.embed, kind.mixer, cfg.norm, weights, causal=causal, rngs=rngs)
         self.mlp_norm = None if self.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
-        mlp = cfg.mlp_in(layer)
-        self.mlp = (Mlp if mlp.moe is None else Moe)(cfg.embed, mlp, weights, rngs=rngs)
+        self.mlp = (Mlp if kind.mlp.moe is None else Moe)(cfg.embed, kind.mlp, weights, rngs=rngs)
         self.attention_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
         self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
 

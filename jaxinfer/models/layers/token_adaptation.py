@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.fields import Finite, SizeOrZero, check_fields
-from jaxinfer.models.config import PositionsConfig
 from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
 from jaxinfer.pallas_kernels import merge_tokens
 
@@ -96,7 +95,6 @@ class TokenAdaptation:
         self,
         layers: "Iterable[TransformerLayer]",
         x: jax.Array,
-        positions: PositionsConfig,
         *,
         prompts: jax.Array | None = None,
         sizes: jax.Array | None = None,
@@ -107,7 +105,6 @@ class TokenAdaptation:
         Args:
           layers: of the model, whose tokens all see one another.
           x: the tokens, [B, T, D].
-          positions: the model's.
           prompts: those of each layer for each row, [B, layers, self.prompts, D]; None if there are none.
           sizes: float32 [B, T], 0 for padding, else 1; None: no padding.
           protected: the first tokens, which are not merged (1: the class token); prompts come after them.
@@ -126,7 +123,7 @@ class TokenAdaptation:
                     protected += self.prompts
                     sizes = _with_prompts(sizes, self.prompts, first)
                 x = jnp.concatenate((x[:, :first], prompts[:, index].astype(x.dtype), kept), axis=1)
-            context = _context(x, sizes, positions)
+            context = _context(x, sizes)
             r = min(self._merged(index), max(0, x.shape[1] - protected) // 2)
             if r == 0:
                 x, _ = layer(x, context)
@@ -161,9 +158,9 @@ NO_ADAPTATION = TokenAdaptation()
 """Level 0: the plain model."""
 
 
-def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) -> ForwardContext:
+def _context(x: jax.Array, sizes: jax.Array | None) -> ForwardContext:
     places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    context = ForwardContext.from_groups((TokenRows(places, places),), (positions,))
+    context = ForwardContext.from_groups((TokenRows(places, places),), ())
     return context._replace(key_sizes=sizes, padded=False)
 
 

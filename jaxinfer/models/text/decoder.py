@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models.config import DecoderConfig, PositionKind
+from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.layers.layer import TransformerLayer
 from jaxinfer.models.layers.linear import Embedding, Linear
@@ -40,9 +40,9 @@ class Decoder(nnx.Module):
         self.project_in = linear(width, cfg.embed, ("embed", axis)) if projected else None
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
         self.positions = (
-            Embedding(cfg.context + cfg.positions.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
-            if cfg.positions.kind is PositionKind.LEARNED
-            else None
+            None
+            if (learned := cfg.learned_positions) is None
+            else Embedding(cfg.context + learned.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm) if cfg.embed_norm else None
         self.layers = nnx.List([TransformerLayer(cfg, weights, layer=i, rngs=rngs) for i in range(cfg.layers)])
@@ -91,15 +91,15 @@ class Decoder(nnx.Module):
         """The embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
         cfg = self.cfg
         any_adapters = None if adapters is None else adapters[0]
-        forward_context = ForwardContext.from_groups(groups, cfg.all_positions, any_adapters)
+        forward_context = ForwardContext.from_groups(groups, cfg.positions, any_adapters)
         x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
         if self.project_in is not None:
             x = self.project_in(x)
-        if self.positions is not None:
+        if self.positions is not None and cfg.learned_positions is not None:
             positions = pack(group.positions for group in groups)
-            x += self.positions(jnp.maximum(positions, 0) + cfg.positions.offset)
+            x += self.positions(jnp.maximum(positions, 0) + cfg.learned_positions.offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         return x, forward_context

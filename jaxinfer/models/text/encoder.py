@@ -40,7 +40,7 @@ class Encoder(nnx.Module):
         self.cfg = cfg
         self.embed = Embedding(cfg.vocab_rows, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
-        rows = cfg.context + cfg.positions.offset
+        rows = cfg.context + cfg.learned_positions.offset
         self.positions = Embedding(rows, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
         self.token_types = (
             Embedding(cfg.token_types, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
@@ -68,7 +68,7 @@ class Encoder(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None
     ) -> tuple[jax.Array, ForwardContext]:
         """The embeddings, [B, T, D], and what all layers share; arguments as above."""
-        x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
+        x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.learned_positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embed_norm(x), ForwardContext.from_groups((TokenRows(tokens, positions),), ())
@@ -95,7 +95,7 @@ class Encoder(nnx.Module):
             return self.pool(self(tokens, positions), positions >= 0)
         x, _ = self.enter(tokens, positions)
         real = (positions >= 0).astype(jnp.float32)
-        x, sizes, _ = adaptation.run_layers(self.layers, x, self.cfg.positions, sizes=real)
+        x, sizes, _ = adaptation.run_layers(self.layers, x, sizes=real)
         assert sizes is not None, "they were given"
         return self.pool(x, sizes)
 

@@ -95,7 +95,7 @@ class ViT(nnx.Module):
         """Compute the features of all images at once."""
         cfg = self.cfg
         x, sizes, first = adaptation.run_layers(
-            self.layers, self.enter(images), cfg.positions, prompts=prompts, protected=cfg.first_patch
+            self.layers, self.enter(images), prompts=prompts, protected=cfg.first_patch
         )
         return self._pool(x, sizes, first)
 

@@ -86,8 +86,9 @@ def test_on_a_mesh(name, model, tensor):
 
 def check_exchanges(llm, tensor):
     config = llm.model.config
-    parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
-    norms_over_heads = config.attention.qk_norm and config.attention.qk_norm_scope is QKNormScope.ALL_HEADS
+    kind = config.layer(0)
+    parallel = kind.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    norms_over_heads = kind.mixer.qk_norm and kind.mixer.qk_norm_scope is QKNormScope.ALL_HEADS
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
             sizes = program.sizes
@@ -133,7 +134,7 @@ def test_layers_that_all_differ_are_not_divided(tmp_path):
 def meshes_of(name):
     """The meshes that the experts of a golden divide over, on at most eight devices."""
     config = goldens.config_of(name)
-    count = config.mlp_in(config.moe_layers[0]).moe.router.experts
+    count = config.layer(config.moe_layers[0]).mlp.moe.router.experts
     if count % 2:
         return [{"expert": count}, {"data": count}]
     return [{"expert": 2}, {"expert": 2, "tensor": 2}, {"data": 2, "expert": count // 2 if count % 4 else 2}]

@@ -21,14 +21,14 @@ PROMPT = list(range(1, 13))
 def moe(**options):
     """The tiny model's MLP, eight times, of which a token takes two."""
     return dataclasses.replace(
-        CONFIG.mlp, moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2), **options)
+        CONFIG.layer(0).mlp, moe=MoeConfig(router=RouterConfig(experts=8, experts_per_token=2), **options)
     )
 
 
 CONFIGS = {
-    "every layer": dataclasses.replace(ONE_KIND, mlp=moe()),
-    "every other layer, shared": dataclasses.replace(
-        CONFIG, layer_mlps=(CONFIG.mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
+    "every layer": ONE_KIND.with_mlps((moe(),)),
+    "every other layer, shared": CONFIG.with_mlps(
+        (CONFIG.layer(0).mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
     ),
 }
 

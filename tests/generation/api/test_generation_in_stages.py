@@ -208,9 +208,8 @@ def test_speculation_with_other_options(five, params):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """Widths are whole groups of int4, also of two devices."""
-    attention = dataclasses.replace(CONFIG.attention, q_heads=8, kv_heads=4, head_dim=16)
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=256)
-    config = dataclasses.replace(FIVE, embed=128, attention=attention, mlp=mlp)
+    widened = FIVE.with_attention(q_heads=8, kv_heads=4, head_dim=16).with_mlp(hidden=256)
+    config = dataclasses.replace(widened, embed=128)
     return save_tiny(tmp_path_factory.mktemp("models") / "wide", config=config)
 
 

@@ -186,11 +186,9 @@ def test_a_capacity_drops_choices_and_counts_them(moe_dirs):
 )
 def test_quantised_experts_and_caches(tmp_path, options, tolerance):
     """Against the weights that the stored numbers mean; int8 rounds activations or keys and values as well."""
-    moe = dataclasses.replace(MOE_CONFIGS["shared"].mlp.moe, shared_hidden=128)
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=128, moe=moe)
-    llm = LLM(
-        save_tiny(tmp_path / "wide", config=dataclasses.replace(CONFIG, embed=128, mlp=mlp)), **OPTIONS, **options
-    )
+    moe = dataclasses.replace(MOE_CONFIGS["shared"].layer(0).mlp.moe, shared_hidden=128)
+    config = dataclasses.replace(CONFIG.with_mlp(hidden=128, moe=moe), embed=128)
+    llm = LLM(save_tiny(tmp_path / "wide", config=config), **OPTIONS, **options)
     (output,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, logprobs=1, prompt_logprobs=1))
     ids = [*PROMPTS[0], *output.outputs[0].token_ids]
     expected = log_softmax(by_hand_of(llm.model)(ids)[0], axis=1)[np.arange(len(ids) - 1), ids[1:]]
@@ -203,7 +201,7 @@ def test_expert_load_is_refused_where_there_is_none(model_dir, moe_dirs, tmp_pat
         LLM(model_dir, expert_load=True)
     with pytest.raises(ValueError, match="expert_load=True needs all weights on the devices"):
         LLM(moe_dirs["shared"], expert_load=True, weights="host")
-    two, four = MOE_CONFIGS["shared"].mlp, MOE_CONFIGS["sigmoid"].layer_mlps[1]
-    mixed = save_tiny(tmp_path / "mixed", config=dataclasses.replace(CONFIG, layer_mlps=(two, four)))
+    two, four = MOE_CONFIGS["shared"].layer(0).mlp, MOE_CONFIGS["sigmoid"].layer(1).mlp
+    mixed = save_tiny(tmp_path / "mixed", config=CONFIG.with_mlps((two, four)))
     with pytest.raises(ValueError, match=r"mixed has layers of 4, 8; leave it out"):
         LLM(mixed, expert_load=True)

@@ -118,13 +118,13 @@ def test_quantised_rows_are_as_precise_in_parts(model_dir, quantize):
 def save_random_adapter(path):
     """An adapter of matrices whose outputs or inputs a mesh splits."""
     rng = np.random.default_rng(0)
-    width, heads = CONFIG.embed, CONFIG.attention.q_heads * CONFIG.attention.head_dim
+    width, heads = CONFIG.embed, CONFIG.layer(0).mixer.q_heads * CONFIG.layer(0).mixer.head_dim
     pairs = {
         "model.layers.0.self_attn.q_proj": random_pair(heads, width, 3, rng),
         "model.layers.0.self_attn.v_proj": random_pair(heads // 2, width, 3, rng),
         "model.layers.1.self_attn.o_proj": random_pair(width, heads, 3, rng),
-        "model.layers.1.mlp.gate_proj": random_pair(CONFIG.mlp.hidden, width, 3, rng),
-        "model.layers.1.mlp.down_proj": random_pair(width, CONFIG.mlp.hidden, 3, rng),
+        "model.layers.1.mlp.gate_proj": random_pair(CONFIG.layer(0).mlp.hidden, width, 3, rng),
+        "model.layers.1.mlp.down_proj": random_pair(width, CONFIG.layer(0).mlp.hidden, 3, rng),
     }
     return save_adapter(path, pairs)
 
@@ -132,7 +132,7 @@ def save_random_adapter(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_narrow_embeddings_in_post_norm_blocks(tmp_path, tensor):
-    config = dataclasses.replace(CONFIG, word_embed=16, block=BlockKind.POST_NORM, final_norm=False)
+    config = dataclasses.replace(CONFIG.with_block(BlockKind.POST_NORM), word_embed=16, final_norm=False)
     save_model(tmp_path / "m", Decoder(config, WeightFormat(), rngs=nnx.Rngs(1)), family="tiny")
     params, prompts = SamplingParams(temperature=0, max_tokens=10), PROMPTS[:1]
     alone = generate(LLM(tmp_path / "m", **ONE), params, prompts)
@@ -171,7 +171,7 @@ def test_an_encoder_merges_the_same_tokens(encoder_dir, tensor, rules):
         found = read_collectives(program.executable.as_text(), tensor)
         layers = split.model.config.layers
         assert [one.kind for one in found] == ["all-reduce"] * (3 * layers + 1)
-        head_dim = split.model.config.attention.head_dim
+        head_dim = split.model.config.layer(0).mixer.head_dim
         assert [one.shape[-1] for one in found].count(head_dim) == layers
 
 
@@ -188,8 +188,7 @@ ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of 32 layers, in float32, and the mean error of its log probabilities in bfloat16 on one device."""
-    attention = dataclasses.replace(CONFIG.attention, windows=(None,))
-    config = dataclasses.replace(CONFIG, layers=32, context=256, attention=attention)
+    config = dataclasses.replace(CONFIG.with_windows((None,)), layers=32, context=256)
     model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
     save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny")
     exact = LLM(path, **BY_LAYER)
@@ -286,9 +285,8 @@ def test_every_family_in_bfloat16(name, tmp_path):
 def mixture(request, tmp_path_factory):
     """A mixture whose widths are whole groups of int4, and its log probabilities in float32."""
     config = MOE_CONFIGS[request.param]
-    mlps = tuple(wide(config.mlp_in(layer)) for layer in range(config.layers))
-    attention = dataclasses.replace(config.attention, q_heads=16, kv_heads=8, head_dim=16)
-    config = dataclasses.replace(config, embed=128, attention=attention, mlp=mlps[-1], layer_mlps=mlps)
+    config = config.with_mlps([wide(config.layer(layer).mlp) for layer in range(config.layers)])
+    config = dataclasses.replace(config.with_attention(q_heads=16, kv_heads=8, head_dim=16), embed=128)
     path = save_tiny(tmp_path_factory.mktemp("models") / "mixture", config=config)
     return path, LLM(path, **ONE)
 

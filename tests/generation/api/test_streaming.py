@@ -249,8 +249,8 @@ def test_on_a_mesh_each_device_gets_its_own_slice(deep, want, weights, mesh):
 @pytest.mark.parametrize("weights", ["host", "disk"])
 def test_on_a_mesh_layers_have_leaves_of_their_own(tmp_path, weights):
     """The first layer has more leaves than the second, in another order of shardings, and other widths to pad."""
-    plain = dataclasses.replace(CONFIG.mlp, hidden=45, gated=False)
-    config = dataclasses.replace(CONFIG, layer_mlps=(dataclasses.replace(plain, hidden=21, bias=True), plain))
+    plain = dataclasses.replace(CONFIG.layer(0).mlp, hidden=45, gated=False)
+    config = CONFIG.with_mlps((dataclasses.replace(plain, hidden=21, bias=True), plain))
     want = generate(LLM(save_tiny(tmp_path / "m", config=config), **ONE), GREEDY)
     llm = LLM(tmp_path / "m", weights=weights, mesh=MeshConfig(expert=2, tensor=2), **ONE)
     assert generate(llm, GREEDY) == want

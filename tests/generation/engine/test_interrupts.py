@@ -213,8 +213,7 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 def test_a_process_that_ends_while_its_devices_work_does_not_abort(tmp_path):
     """With a pass that takes longer than the end of the process."""
-    mlp = dataclasses.replace(CONFIG.mlp, hidden=2048)
-    config = dataclasses.replace(CONFIG, context=4096, embed=512, layers=8, mlp=mlp)
+    config = dataclasses.replace(CONFIG.with_mlp(hidden=2048), context=4096, embed=512, layers=8)
     model = save_tiny(tmp_path / "model", config=config)
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, model], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

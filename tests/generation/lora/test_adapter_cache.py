@@ -22,7 +22,9 @@ ONE_ADAPTER = 4 * sum(rows * columns for rows, columns in adapter_shapes("tiny",
 
 
 def save(folder, rank=2):
-    return save_adapter(folder, {UP: random_pair(CONFIG.mlp.hidden, CONFIG.embed, rank, np.random.default_rng(0))})
+    return save_adapter(
+        folder, {UP: random_pair(CONFIG.layer(0).mlp.hidden, CONFIG.embed, rank, np.random.default_rng(0))}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """LoRA adapters on our linears: the same numbers as merging them into Hugging Face's tensors, and every refusal."""
 
-import dataclasses
 import json
 import math
 
@@ -12,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.lora.peft import adapter_shapes, read_adapter
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.config import Activation, MlpConfig
+from jaxinfer.models.config import Activation
 from jaxinfer.models.families import FAMILIES, Source, family_of, plan
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
@@ -195,7 +194,7 @@ def test_spellings_and_dtypes_of_the_tensors(folder):
 def test_a_family_of_the_author_s_takes_llama_s_names_if_they_fit(folder):
     own, llama = read_adapter(folder, "tiny", CONFIG), read_adapter(folder, "llama", CONFIG)
     assert all((own.layers[linear].b == llama.layers[linear].b).all() for linear in llama.layers)
-    config = dataclasses.replace(CONFIG, mlp=MlpConfig(hidden=48, activation=Activation.RELU))
+    config = CONFIG.with_mlp(activation=Activation.RELU, gated=False)
     assert read_adapter(folder, "tiny", config).layers["layers.0.mlp.gate_up"].b.shape == (48, 4)
     with pytest.raises(
         ValueError, match=r"family='gpt2': this model's mlp\.gate_up has 96 outputs, h\.0\.mlp\.c_fc.* have 48: .*gpt2"

@@ -124,8 +124,8 @@ def run_layers(
     layers: range,
 ) -> tuple[jax.Array, list[KVPages] | None]:
     """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too."""
-    kinds = [model.cfg.positions_in(layer) for layer in layers]
-    forward_context = ForwardContext.from_groups(groups, kinds, None if adapters is None else adapters[0])
+    positions = [model.cfg.layer(layer).mixer.positions for layer in layers]
+    forward_context = ForwardContext.from_groups(groups, positions, None if adapters is None else adapters[0])
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 

@@ -125,7 +125,7 @@ def decode(
 def _experts_of(model: "Decoder") -> tuple[int, int]:
     """Return how many layers have experts, and how many experts each of them has."""
     layers = model.cfg.moe_layers
-    moe = model.cfg.mlp_in(layers[0]).moe
+    moe = model.cfg.layer(layers[0]).mlp.moe
     assert moe is not None
     return len(layers), moe.router.experts
 

@@ -95,11 +95,11 @@ def tile_rows(config: DecoderConfig, sizes: _OfLayer, chunk_size: int) -> int:
 
 def mlp_kind(config: DecoderConfig, layer: int) -> int:
     """The first layer with the same experts: programs that run nothing else are one for all such layers."""
-    return next(other for other in config.moe_layers if config.mlp_in(other) == config.mlp_in(layer))
+    return next(other for other in config.moe_layers if config.layer(other).mlp == config.layer(layer).mlp)
 
 
 def _moe(config: DecoderConfig, layer: int) -> MoeConfig:
-    moe = config.mlp_in(layer).moe
+    moe = config.layer(layer).mlp.moe
     assert moe is not None
     return moe
 
@@ -123,7 +123,7 @@ def route(
       [R + tile, D], to write their rows to.
     """
     forward_context = ForwardContext.from_groups(
-        groups, [model.cfg.positions_in(layer)], None if adapters is None else adapters[0]
+        groups, [model.cfg.layer(layer).mixer.positions], None if adapters is None else adapters[0]
     )
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
@@ -221,7 +221,7 @@ def build_experts(static: DecoderStatic, sizes: RunExperts) -> Callable[..., Any
     return functools.partial(
         run_experts,
         names=tuple(part_of(name)[0].removeprefix(prefix) for name in names),
-        mlp=static.config.mlp_in(sizes.kind),
+        mlp=static.config.layer(sizes.kind).mlp,
         tile=tile_rows(static.config, sizes, static.engine.chunk_size),
     )
 
