@@ -176,6 +176,32 @@ def falcon(draw):
     return fields | {"multi_query": kind == "multi-query"} | draw.flags("parallel_attn")
 
 
+def gemma(draw):
+    return draw.sizes() | draw.flags("attention_bias", "tie_word_embeddings") | {"head_dim": draw.choice([8, 12])}
+
+
+def seed_oss(draw):
+    biases = draw.flags("attention_bias", "attention_out_bias", "mlp_bias", "tie_word_embeddings")
+    return draw.sizes() | draw.rope() | biases | {"head_dim": draw.choice([8, 20])}
+
+
+def ernie4_5(draw):
+    fields = draw.sizes() | draw.rope() | draw.act() | draw.flags("use_bias", "tie_word_embeddings")
+    return fields | {"head_dim": draw.choice([8, 20])}
+
+
+def exaone4(draw):
+    fields = draw.sizes(layers=(5,)) | draw.rope() | draw.flags("tie_word_embeddings")
+    window = draw.choice([None, 9])
+    return fields | ({"layer_types": ["full_attention"] * 5} if window is None else {}) | {"sliding_window": window}
+
+
+def ministral(draw):
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(4)]
+    fields = draw.sizes(layers=(4,)) | draw.rope() | draw.flags("tie_word_embeddings")
+    return fields | {"head_dim": draw.choice([8, 20]), "sliding_window": 9, "layer_types": kinds}
+
+
 def as_transformers_4(config):
     """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
     for fields in (config, config.get("text_config") or {}):

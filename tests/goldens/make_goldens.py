@@ -90,6 +90,18 @@ GEMMA_SEEING = {
     "mm_tokens_per_image": 4,
 }
 SEES = {"class": "Mistral3ForConditionalGeneration"}
+QWEN_SEEING = {
+    "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2}
+    | {"out_hidden_size": 24, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+}
+QWEN_AXES = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+}
 QWEN_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {
     "moe_intermediate_size": 8,
@@ -684,6 +696,104 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
             "attention_bias": True,
             "sliding_window": 4,
             "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
+    "seed_oss_plain": (LLAMA | {"head_dim": 8}, {}),
+    "seed_oss_awkward": (
+        LLAMA
+        | rope("linear", factor=2.0)
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "ernie4_5_plain": (LLAMA | {"head_dim": 8}, {}),
+    "ernie4_5_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "gemma_plain": (LLAMA | {"head_dim": 8, "num_key_value_heads": 4}, {}),
+    "gemma_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "exaone4_plain": (LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}),
+    "exaone4_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True},
+    ),
+    "ministral_plain": (LLAMA | {"head_dim": 8, "sliding_window": 5}, {}),
+    "ministral_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True},
+    ),
+    "qwen3_vl_plain": (
+        {"text_config": LLAMA | {"head_dim": 8, "num_key_value_heads": 4} | QWEN_AXES} | QWEN_SEEING,
+        {"class": "Qwen3VLForConditionalGeneration"},
+    ),
+    "qwen3_vl_awkward": (
+        {
+            "text_config": LLAMA
+            | {"vocab_size": 53, "head_dim": 10, "num_key_value_heads": 1, "attention_bias": True}
+            | QWEN_AXES,
+            "tie_word_embeddings": True,
+        }
+        | QWEN_SEEING,
+        {"class": "Qwen3VLForConditionalGeneration", "bf16": True},
+    ),
+    "minimax_m2_plain": (
+        LLAMA | {"head_dim": 8, "intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+        LONG,
+    ),
+    "minimax_m2_awkward": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.4)
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "intermediate_size": 10,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
         },
         FUSED,

@@ -52,7 +52,7 @@ def test_fields_of_every_family():
 
 def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same tensors with one for each expert in place of one for all, or the other way round."""
-    gate, up, down = MIXTRAL if name.startswith("mixtral") else QWEN
+    gate, up, down = MIXTRAL if name.startswith(("mixtral", "minimax")) else QWEN
     changed = {}
     for key, tensor in tensors.items():
         module, experts, part = key.rpartition(".experts.")

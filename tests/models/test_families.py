@@ -113,6 +113,14 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ),
         ("gemma3_text_window", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma3_text_window", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
+        ("gemma_plain", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "exaone4_awkward",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern='LLLG' must be of type int",
+        ),
+        ("minimax_m2_plain", {"scoring_func": "softmax"}, "scoring_func='softmax' is not implemented"),
+        ("minimax_m2_plain", {"use_qk_norm": False}, "use_qk_norm=False is not implemented"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
@@ -255,10 +263,38 @@ def test_layers_have_positions_of_their_own():
         ("mistral_window", [5]),
         ("gemma2_awkward", [3, None]),
         ("gpt_neo_awkward", [3, 3, None]),
+        ("exaone4_awkward", [None, 3]),
+        ("exaone4_plain", [None]),
+        ("ministral_awkward", [4, None]),
     ],
 )
 def test_windows(name, windows):
     assert [kind.mixer.window for kind in config_of(name).pattern] == windows
+
+
+def test_in_exaone_only_layers_with_a_window_have_positions():
+    config = config_of("exaone4_awkward")
+    assert [kind.mixer.positions.kind for kind in config.pattern] == ["none", "rotary"]
+    assert [positions.kind for positions in config_of("exaone4_plain").positions] == ["rotary"]
+    default = config_of("exaone4_awkward", layer_types=None, num_hidden_layers=5)
+    assert [default.layer(i).mixer.window for i in range(5)] == [3, 3, 3, None, 3]
+
+
+def test_a_text_s_positions_are_not_divided_into_axes():
+    assert "mrope_section" in hf_config("qwen3_vl_plain")["text_config"]["rope_parameters"]
+    (positions,) = config_of("qwen3_vl_plain").positions
+    assert (positions.theta, positions.rotary_dim, positions.scaling) == (500_000.0, 8, None)
+
+
+def test_gelu_means_its_tanh_approximation_in_gemma():
+    for name in ("gelu", None, "gelu_pytorch_tanh"):
+        assert config_of("gemma_plain", hidden_act=name).layer(0).mlp.activation == "gelu_tanh"
+
+
+def test_a_number_of_rotated_features_may_stand_for_their_share():
+    config = config_of("minimax_m2_awkward")
+    assert config == config_of("minimax_m2_awkward", partial_rotary_factor=None, rotary_dim=4)
+    assert config.layer(0).mixer.positions.rotary_dim == 4
 
 
 def test_neox_without_parallel_residual_is_sequential():

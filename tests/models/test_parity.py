@@ -31,12 +31,13 @@ CACHED = {way_of_attending(name): name for name in reversed(CHEAPEST_FIRST)}
 def often(name, *, cached):
     """Whether a golden runs with every change: without a cache those that are not `CACHED`.
 
-    Of a family with experts it is the one of awkward sizes; a layer with experts takes long to compile, the family's
-    router has tests of its own, and all leaves of the other golden are read.
+    A plain golden is slow where its family has one of awkward sizes too, and all its leaves are read often.
     """
     if cached:
         return name in CACHED.values()
-    return name not in CACHED.values() and not (name in goldens.EXPERTS and name.endswith("plain"))
+    return name not in CACHED.values() and not (
+        name.endswith("plain") and name.replace("plain", "awkward") in goldens.DECODERS
+    )
 
 
 def decoder(name, *, cached, **options):

@@ -10,7 +10,7 @@ from jaxinfer.models.families.mapping import Source
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1_000_000.0}
 _EXPERT = "block_sparse_moe.experts.{}."
-_NAMES = experts.ExpertNames(
+NAMES = experts.ExpertNames(
     router="block_sparse_moe.gate",
     parts=(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
     fused=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
@@ -28,7 +28,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    return experts.sources(config, _NAMES)
+    return experts.sources(config, NAMES)
 
 
 FAMILY = dataclasses.replace(

@@ -34,5 +34,5 @@ def text_part(family: Family, model_type: str) -> Family:
         model_types=(model_type,),
         config=config,
         prefixes=("language_model.model.", "model.language_model.", "language_model."),
-        left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+        left_out=r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*",
     )
