@@ -62,7 +62,7 @@ class InstantExecutor:
       launches: number of sequences that each step decodes, and the CPU time of the engine's thread before it.
     """
 
-    depth = 1
+    depth, chunk_seconds = 1, None
 
     def __init__(self, costs: Costs):
         self.programs: ProgramCache[Any] = ProgramCache([])
@@ -98,6 +98,9 @@ class InstantExecutor:
     def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
         """Bring no page to the host."""
         return []
+
+    def free_state(self) -> None:
+        """Do nothing."""
 
     def restart(self) -> None:
         """Do nothing: the device holds nothing."""
