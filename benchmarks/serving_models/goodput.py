@@ -29,7 +29,8 @@ from jaxinfer.evaluation.serving.figures import Objective, ttft_ms
 
 PROMPT, OUTPUT = 64, 16
 TTFT_MS, SHARE = 2000.0, 0.95
-RATES = (0.3, 0.4, 0.5, 0.6, 0.75, 1.0, 1.4, 2.0)
+RATES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
+"""Requests a second that are tried."""
 FEWEST = 60
 """Requests of a load, at least: with 20, one more or less is five percent."""
 BURST = 16
@@ -37,6 +38,8 @@ MAX_BATCH, CONTEXT = 8, 1024
 OPTIONS = {"max_batch": MAX_BATCH, "context": CONTEXT}
 Complete = Callable[[str, LoadRequest, float], Awaitable[RequestRecord]]
 Load = list[tuple[str, LoadRequest]]
+Work = Callable[[Complete], Awaitable[dict[Any, list[RequestRecord]]]]
+"""Runs loads, and returns their records by a key."""
 
 
 def make_load(rate: float, seconds: float, *, burst: int = 1, seed: int = 0) -> Load:
@@ -99,10 +102,36 @@ def room_for(models: dict[str, Path], share: float, options: Mapping[str, Any] =
         return int(share * llm.needed.total())
 
 
-def ours(
-    models: dict[str, Path], loads: dict[Any, Load], room: int, *, search: bool = False
-) -> dict[Any, list[RequestRecord]]:
-    """Run loads on our server, one after the other; in a search until one is too much."""
+def in_turn(loads: Mapping[Any, Load]) -> Work:
+    """Run loads one after the other."""
+
+    async def work(complete: Complete) -> dict[Any, list[RequestRecord]]:
+        return {key: await run(complete, load) for key, load in loads.items()}
+
+    return work
+
+
+def search(seconds: float) -> Work:
+    """Find the highest of `RATES` at which most are good, by halving; each load that was run is kept by its rate."""
+
+    async def work(complete: Complete) -> dict[Any, list[RequestRecord]]:
+        results, left = dict[Any, list[RequestRecord]](), list(RATES)
+        while left:
+            rate = left[len(left) // 2]
+            results[rate] = await run(complete, make_load(rate, seconds))
+            left = [each for each in left if (each > rate if most_are_good(results[rate]) else each < rate)]
+        return results
+
+    return work
+
+
+def most_are_good(records: list[RequestRecord]) -> bool:
+    """Check whether at least `SHARE` of the requests are good."""
+    return figures(records)["good_share"] >= SHARE
+
+
+def ours(models: dict[str, Path], work: Work, room: int) -> dict[Any, list[RequestRecord]]:
+    """Run loads on our server."""
 
     async def measure(server: Server) -> dict[Any, list[RequestRecord]]:
         clients = {name: CompletionClient(f"http://127.0.0.1:{server.port}", model=name) for name in models}
@@ -111,11 +140,7 @@ def ours(
             return await clients[name].complete(request, start)
 
         await run(complete, make_load(0.5, 12.0, seed=99))  # every model is loaded and compiled
-        results = {}
-        for key, load in loads.items():
-            results[key] = await run(complete, load)
-            if search and figures(results[key])["good_share"] < SHARE:
-                break
+        results = await work(complete)
         for client in clients.values():
             await client.aclose()
         return results
@@ -125,17 +150,14 @@ def ours(
         return asyncio.run(measure(server))
 
 
-def swapped(start: Callable[[str], Server], loads: dict[Any, Load]) -> dict[Any, list[RequestRecord]]:
-    """Run loads on swapped processes, which were started once before, so that their caches are warm."""
+def swapped(start: Callable[[str], Server], work: Work) -> dict[Any, list[RequestRecord]]:
+    """Run loads on swapped processes, which were started twice before, so that their caches are warm."""
 
     async def measure() -> dict[Any, list[RequestRecord]]:
-        results = {}
         async with ProcessSwap(start) as swap:
             for name in (*NAMES, *NAMES):
                 await swap.complete(name, make_load(1.0, 1.0)[0][1], time.perf_counter())
-            for key, load in loads.items():
-                results[key] = await run(swap.complete, load)
-        return results
+            return await work(swap.complete)
 
     return asyncio.run(measure())
 
@@ -144,26 +166,24 @@ def goodput(report: Report, settings: Settings) -> None:
     """Measure `vs_process_swap`."""
     models = settings.models("one")
     room = room_for(models, 1.5)
-    search = ours(models, {rate: make_load(rate, settings.seconds) for rate in RATES}, room, search=True)
-    for rate, records in search.items():
+    tried = ours(models, search(settings.seconds), room)
+    for rate, records in sorted(tried.items()):
         report.row(figure="search", rate=rate, **figures(records))
         rich.print(rate, figures(records))
-    rate = max((rate for rate, records in search.items() if figures(records)["good_share"] >= SHARE), default=None)
+    rate = max((rate for rate, records in tried.items() if most_are_good(records)), default=None)
     if rate is None:
         report.check("vs_process_swap", 0.0, "x", target=5, invalid=f"at no rate {SHARE:.0%} were good")
         return
     compare(report, settings, models, rate, room)
     others = settings.models("three")
-    (records,) = ours(others, {1: make_load(rate, settings.seconds, seed=1)}, room_for(others, 1.5)).values()
+    single = in_turn({1: make_load(rate, settings.seconds, seed=1)})
+    (records,) = ours(others, single, room_for(others, 1.5)).values()
     report.row(figure="goodput", server=f"{OURS}, three configs", rate=rate, burst=1, **figures(records))
 
 
 def compare(report: Report, settings: Settings, models: dict[str, Path], rate: float, room: int) -> None:
     """Compare at one rate, with single requests and with bursts."""
-    loads = {
-        1: make_load(rate, settings.seconds, seed=1),
-        BURST: make_load(rate, settings.seconds, burst=BURST, seed=1),
-    }
+    work = in_turn({burst: make_load(rate, settings.seconds, burst=burst, seed=1) for burst in (1, BURST)})
     gguf = settings.gguf()
     options = ("--max-batch", str(MAX_BATCH), "--context", str(CONTEXT))
     starts = {"jaxinfer, swapped": lambda name: our_server(models[name], *options)}
@@ -172,7 +192,7 @@ def compare(report: Report, settings: Settings, models: dict[str, Path], rate: f
         invalid = f"{LLAMA} is not here"
     else:
         starts[f"{LLAMA}, swapped"] = lambda name: llama_server(settings.serving, MAX_BATCH, gguf[name])
-    results = {OURS: ours(models, loads, room)} | {name: swapped(start, loads) for name, start in starts.items()}
+    results = {OURS: ours(models, work, room)} | {name: swapped(start, work) for name, start in starts.items()}
     for name, by_load in results.items():
         for burst, records in by_load.items():
             report.row(figure="goodput", server=name, rate=rate, burst=burst, **figures(records))
