@@ -86,6 +86,7 @@ def test_a_step_is_measured_by_its_parts(model_dir, monkeypatch, target):
     host.host(report, settings)
     for row in report.rows:
         parts = [row[f"{part}_ms"] for part in ("schedule", "process", "commit_pack", "snapshots", "outputs")]
-        assert min(parts) > 0
+        assert min(parts) >= 0  # rounded
+        assert row["sum_ms"] > 0
         assert row["sum_ms"] == pytest.approx(sum(parts), rel=0.5)
     assert [check.met for check in report.checks] == [target > 0] * 5

@@ -45,7 +45,7 @@ def test_the_least_recently_used_without_pins_leave(budget, steps):
                 order.remove(key)
                 order.append(key)
             else:
-                with pytest.raises(ValueError, match="released more often"):
+                with pytest.raises(ValueError, match="unpinned more often"):
                     residents.unpin(key)
         assert list(residents) == order
         residents.check_integrity()

@@ -101,11 +101,7 @@ def build_engine(
         executor = _encoder_executor(model, config, plan.buckets, plan, costs, clock)
     else:
         assert isinstance(config, EngineConfig)
-        if config.max_adapters:
-            sizes = config.max_adapters, config.max_lora_rank, config.adapter_bytes
-            original = model.description.config
-            assert isinstance(original, DecoderConfig)
-            adapters = AdapterCache(*sizes, model.description.family, original)
+        adapters = _adapters(model, config)
         pass_costs = plan.pass_costs(costs, config.num_speculative_tokens)
         executor = _decoder_executor(model, config, plan, pass_costs, processors, clock, asleep=asleep)
         tier = _page_tier(plan, disk_kv, executor.state.layout, costs)
@@ -136,6 +132,15 @@ def build_engine(
         pooler=None if encodes else Pooler(transformer.pooling, transformer.normalize),
     )
     return Engine(config, inputs, scheduler, executor, restoring=restoring, clock=clock, asleep=asleep)
+
+
+def _adapters(model: LoadedModel, config: EngineConfig) -> AdapterCache | None:
+    """Make the registry of a decoder's adapters; None: there is no room for any."""
+    if not config.max_adapters:
+        return None
+    sizes, original = (config.max_adapters, config.max_lora_rank, config.adapter_bytes), model.description.config
+    assert isinstance(original, DecoderConfig)
+    return AdapterCache(*sizes, model.description.family, original)
 
 
 def _page_tier(plan: Plan, disk_kv: BlockFolder | None, layout: DeviceLayout, costs: Costs) -> PageTier | None:

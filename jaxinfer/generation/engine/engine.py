@@ -21,15 +21,12 @@ from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_tier import PageTier
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.restoring import Restoring
+from jaxinfer.generation.engine.restoring import Restoring, store_pages
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.text import Prompt
-
-STORE_SECONDS = 5.0
-"""Seconds that an engine without requests saves pages before it looks for new ones."""
 
 log = logging.getLogger(__name__)
 
@@ -258,26 +255,14 @@ class Engine:
                 return self._take_advanced()
             self._collect(0)
             try:
-                self._store_pages(is_wanted)
+                if not self._asleep:
+                    store_pages(self._restoring, self.executor.read_pages, is_wanted)
             except Exception as error:
                 log.error("Pages of the KV cache could not be saved; nothing is cached now.", exc_info=error)
                 self._reset()
             costs = self.executor.costs
         costs.save(every=SAVE_SECONDS)
         return self._take_advanced()
-
-    def _store_pages(self, is_wanted: Callable[[], bool]) -> None:
-        """Bring pages to a tier that sequences have left, since no step follows that would."""
-        tier, until = self.page_tier, time.monotonic() + STORE_SECONDS
-        while tier is not None and not self._asleep and time.monotonic() < until and not is_wanted():
-            if not tier.has_room:
-                tier.settle()
-            batch = Batch.of_lanes([Batch(stored=lane.take_stored()) for lane in self._restoring])
-            if not batch.stored:
-                break
-            blocks = self.executor.read_pages(batch)
-            for lane, part, of_lane in zip(self._restoring, batch.lanes, blocks, strict=True):
-                lane.store(part.stored, of_lane)
 
     @property
     def forked(self) -> bool:

@@ -2,10 +2,11 @@
 
 import itertools
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
-from jaxinfer.generation.engine.batch import PageBlock, Restored, Stored
+from jaxinfer.generation.engine.batch import Batch, PageBlock, Restored, Stored
 from jaxinfer.generation.engine.page_pool import Node, PagePool
 from jaxinfer.generation.engine.page_tier import Load, PageTier
 from jaxinfer.generation.engine.speculation import PassCosts
@@ -16,6 +17,8 @@ TRIES = 3
 """Measurements without which restoring counts as faster: one alone may have met a stall of the machine."""
 MAX_EARLY = 32
 """Pages that move to a tier in one step though nothing takes their place."""
+STORE_SECONDS = 5.0
+"""Seconds that an engine without requests saves pages before it looks for new ones."""
 RETRY = 16
 """Restoring is tried again once in so many times that the record speaks against it."""
 
@@ -106,6 +109,27 @@ class Restoring:
             return None, 0, 0
         self.tier.admitted(load, load.keys[first:count])
         return block, first, count - first
+
+
+def store_pages(
+    lanes: Sequence[Restoring], read: Callable[[Batch], list[list[PageBlock]]], is_wanted: Callable[[], bool]
+) -> None:
+    """Bring the pages that sequences have left to the tier of all lanes, since no step follows that would.
+
+    Args:
+      lanes: all lanes of an engine.
+      read: brings the pages of `Batch.stored` to the host; returns blocks of each lane.
+      is_wanted: whether requests wait, so that this ends early.
+    """
+    until = time.monotonic() + STORE_SECONDS
+    while lanes and time.monotonic() < until and not is_wanted():
+        if not lanes[0].tier.has_room:
+            lanes[0].tier.settle()
+        batch = Batch.of_lanes([Batch(stored=lane.take_stored()) for lane in lanes])
+        if not batch.stored:
+            break
+        for lane, part, blocks in zip(lanes, batch.lanes, read(batch), strict=True):
+            lane.store(part.stored, blocks)
 
 
 def restored(pages: Sequence[int], block: PageBlock, first: int) -> Restored:

@@ -73,7 +73,7 @@ def test_pins_and_evictions_are_those_of_a_plain_model(folders, size, held, step
                     del pins[name]
                     unused.append(name)
             else:
-                with pytest.raises(ValueError, match=f"'{name}' was released more often"):
+                with pytest.raises(ValueError, match=f"'{name}' was unpinned more often"):
                     under_test.unpin(name)
         else:
             index = under_test.pin(name)
