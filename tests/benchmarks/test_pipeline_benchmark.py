@@ -38,6 +38,7 @@ def test_both_strides_of_a_ring_give_the_tokens_of_one_device_in_the_ticks_of_th
     assert not staged.engine.stats().running
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_in_as_many_steps_as_it_takes(llms):
     alone, staged = (read_prompt(llm, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]) for llm in llms)
     assert alone.tokens == staged.tokens

@@ -33,6 +33,7 @@ def prompts(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_the_table_and_the_json_are_what_the_engine_counted(moe_dir, prompts, tmp_path):
     llm = LLM(moe_dir, context=32, max_batch=1, expert_load=True)
     llm.generate("one prompt", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo_model")
 
 
+@pytest.mark.slow
 def test_generate(model_dir, capsys, monkeypatch):
     monkeypatch.setattr(generate, "LLM", functools.partial(LLM, max_batch=1))  # few programs to compile
     texts = generate.run(str(model_dir), max_tokens=8)

@@ -69,6 +69,7 @@ def test_vectors(case, tmp_path):
     np.testing.assert_allclose(vectors, case["vectors"], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_decoder_without_a_head_embeds_and_cannot_generate(tmp_path):
     """As e5-mistral is published: `MistralModel`, an embedding that is not tied, and no lm_head."""
     hf, case = tmp_path / "hf", CASES["decoder_lasttoken"]

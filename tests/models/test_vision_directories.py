@@ -90,6 +90,7 @@ def test_quantisation_of_convolutions_is_refused(kind, saved):
         open_model(saved, quantize="int8")
 
 
+@pytest.mark.slow
 def test_vision_transformers_in_int8(tmp_path):
     exact = vision.build(vision.TRANSFORMER)
     pictures = vision.images(2, 32, 32, 3)

@@ -1,7 +1,7 @@
 """What works with what: every family streamed, on a mesh, in stages, with speculation, with int8 KV, quantised.
 
-Each test runs for all goldens of `goldens.FEATURES`, from which docs/families.md is written. Two are not slow: other
-tests run with every change what a small model of our own shows.
+Each test runs for all goldens of `goldens.FEATURES`, from which docs/families.md is written. All are slow: other tests
+run with every change what a small model of our own shows.
 """
 
 import dataclasses
@@ -22,23 +22,16 @@ from tests.generation.sampled import generate, logprob_errors
 from tests.models import goldens
 from tests.tiny import random_model
 
+pytestmark = pytest.mark.slow
+
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 """An engine of few programs, for one request at a time."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
 
-OFTEN = {"streamed": "gemma2_window"}
-"""The goldens that run with every change; the others are slow."""
-
 
 def goldens_of(feature):
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=() if name == OFTEN.get(feature) else pytest.mark.slow)
-            for name in goldens.FEATURES[feature]
-        ],
-    )
+    return pytest.mark.parametrize("name", goldens.FEATURES[feature])
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def is_encoder(name):
     return name in goldens.ENCODERS
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @goldens_of("streamed")
 def test_streamed(name, model, dtype):
     if is_encoder(name):
@@ -152,7 +145,6 @@ ON_MESHES = [
     ON_MESHES,
     ids=str,
 )
-@pytest.mark.slow
 def test_experts_and_lanes(name, model, mesh, exchange):
     """The greedy tokens of one device, and its log probabilities."""
     alone, llm = LLM(model, **ONE), LLM(model, mesh=MeshConfig(**mesh), rules=ShardingRules(exchange=exchange), **ONE)
@@ -183,7 +175,6 @@ def test_int8_kv(name, model):
     assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2_window"])
 def test_bfloat16_kv(name, model):
     errors = logprob_errors(LLM(model, kv_dtype="bfloat16", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)

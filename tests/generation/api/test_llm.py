@@ -394,6 +394,7 @@ def test_chat_uses_the_template(llm):
     assert llm.tokenizer.decode(out.prompt_token_ids) == "user:hi;assistant:"
 
 
+@pytest.mark.slow
 def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
     prompt = prompts_of(30)[0]
     exact = log_softmax(logits_of(prompt), axis=-1)

@@ -48,10 +48,8 @@ def unread(same_layers, tmp_path, monkeypatch):
     return tmp_path / "model"
 
 
-SLOW = [pytest.param(weights, marks=pytest.mark.slow) for weights in ("host", "device", "auto")]
-
-
-@pytest.mark.parametrize("weights", ["disk", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["disk", "host", "device", "auto"])
 def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works(unread, monkeypatch, weights):
     options = {"weights": weights, "context": 16, **ONE}  # a page is the whole cache, so that few programs do
     if weights == "auto":
