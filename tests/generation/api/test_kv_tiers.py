@@ -225,6 +225,7 @@ def stored_by_drain(llm, prompt):
     llm.engine.add([sequence])
     while not sequence.finished:
         llm.engine.step()
+    llm.engine.page_tier.settle()
     stored = [llm.stats().disk_kv.stored]
     for is_wanted in (True, False):
         llm.engine.drain(lambda is_wanted=is_wanted: is_wanted)

@@ -321,6 +321,8 @@ def test_a_model_that_is_wanted_stays_awake(llm, monkeypatch, expected):
 def test_requests_that_have_waited_have_their_turn(llm, expected):
     """However soon the model is to sleep again."""
     waiting = llm.submit("abc", GREEDY)
+    while llm.waiting_since is None:
+        time.sleep(0.001)
     llm.wake_up()
     llm.sleep(level=2)
     assert waiting.done()
