@@ -1,5 +1,6 @@
 """Which language models of a server have memory: those with requests, and of the others those worth most."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -36,10 +37,10 @@ class Residency:
     Models that sleep lend what they have. What is lacking is taken where the next use costs least: the seconds to have
     a byte again, times the model's requests a second. So a model may lose its KV cache and a part of its weights only.
     Models with requests make room only if those without do not suffice. Requests that come meanwhile wait for their
-    next turn. Running ones may end, but not for ever: they are interrupted, and go on at their
-    model's next turn, when another's request has waited for `preempt_after` seconds. A turn lasts at least as long as
-    its model took to wake up, and twice as long as the last if requests were interrupted then, up to `LONGEST_TURN`. So
-    a request is interrupted a few times at most, however many models wait.
+    next turn. Running ones may end, but not for ever: they are interrupted, and go on at their model's next turn, when
+    another's request has waited for `preempt_after` seconds. A turn lasts at least as long as its model took to wake
+    up, and twice as long as the last if requests were interrupted then, up to `LONGEST_TURN`. So a request is
+    interrupted a few times at most, however many models wait.
 
     One thread does all this, one thing at a time. The server's routes give it work, too (`run`).
 
@@ -180,7 +181,8 @@ class Residency:
         finally:
             for victim in paused:
                 if (other := victim.loaded) is not None and other.has_all_memory:
-                    other.wake_up()
+                    with contextlib.suppress(ServingError):  # it was closed or has died meanwhile
+                        other.wake_up()
 
     def _patience(self, victim: "ServedModel", since: float) -> float:
         """The seconds that running requests still have, while another has waited since then."""

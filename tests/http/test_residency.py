@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer import AsyncLLM, SamplingParams
+from jaxinfer.serving import ClosedError
 from jaxinfer.serving.budget import host_budget
 from jaxinfer.sharding import MeshFile
 from tests.generation.conftest import PAGE_BYTES, PLAIN
@@ -160,6 +161,28 @@ def test_what_costs_least_is_taken(make, expected, monkeypatch):
     assert again == (200, texts["c"])
     assert 0 < server.a.llm.reserved.total() < size, "it has lost a part"
     assert server.served.residency.switches == 3
+
+
+def test_a_model_that_is_closed_meanwhile_does_not_harm_the_one_that_wakes_up(make, expected, monkeypatch):
+    (texts, size), server, budget = expected, make(), host_budget()
+    monkeypatch.setattr(budget, "capacity", budget.reserved + int(2.3 * size))
+    woken = []
+
+    def wake_up():
+        woken.append("c")
+        raise ClosedError("closed")
+
+    async def main():
+        for name in "acccccccc":
+            assert await server.ask(name) == (200, texts[name])
+        server.a.llm._loaded.sleeper.weights.bytes_per_second = 1e15
+        monkeypatch.setattr(server.c.llm.engine, "cache_seconds", lambda **options: 1.0)
+        monkeypatch.setattr(server.c.llm, "wake_up", wake_up)
+        assert await server.ask("b") == (200, texts["b"])
+        return await server.states()
+
+    assert run(main())[1] == "loaded"
+    assert woken == ["c"]
 
 
 def test_random_requests_of_all_models_at_once(make, expected):
