@@ -6,7 +6,7 @@ from jaxinfer.compiled import Costs
 from jaxinfer.evaluation.generation.device import TOKEN, StepTimes, VirtualClock, VirtualExecutor
 from jaxinfer.evaluation.generation.replay import Replayed, TokenRequest, replay
 from jaxinfer.evaluation.generation.virtual_pages import TierTimes, VirtualPages
-from jaxinfer.generation.api.build import decoder_lanes, scheduler_of
+from jaxinfer.generation.api.build import decoder_lanes, restoring_of, scheduler_of
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
@@ -46,7 +46,6 @@ def simulate(
     parts = decoder_lanes(
         config, plan, passes, platform=platform, lanes=lanes, tier=kept, identity=lambda root: b"simulated"
     )
-    restoring = [lane.allocator.restoring for lane in parts if lane.allocator.restoring is not None]
     executor = VirtualExecutor(clock, times, page_seconds=0.0 if tier is None else tier.write)
-    engine = Engine(config, inputs, scheduler_of(parts), executor, restoring=restoring, clock=clock)
+    engine = Engine(config, inputs, scheduler_of(parts), executor, restoring=restoring_of(parts), clock=clock)
     return replay(engine, requests, clock=clock, wait=clock.wait)

@@ -57,8 +57,7 @@ class VirtualPages(HostPages):
                 self._take(key)
 
     def get(self, keys: Sequence[bytes]) -> Load:
-        for key in reversed(keys):
-            self._rows.move_to_end(key)
+        self._use(keys)
         self._free = max(self._clock.now, self._free) + self._times.read * len(keys)
         loaded = Loaded(_block(sum(self._moves(len(keys)))), len(keys))
         return Load(tuple(keys), _Reading(self._clock, self._free, loaded), time.perf_counter())

@@ -117,7 +117,7 @@ def build_engine(
             identity=identity,
         )
         scheduler = scheduler_of(lanes)
-        restoring = [lane.allocator.restoring for lane in lanes if lane.allocator.restoring is not None]
+        restoring = restoring_of(lanes)
     encodes, transformer = isinstance(model.config, EncoderConfig), model.transformer
     inputs = InputProcessor(
         vocab=transformer.vocab,
@@ -197,6 +197,11 @@ def decoder_lanes(
 def scheduler_of(lanes: list[DecoderScheduler]) -> DecoderScheduler | LaneScheduler:
     """The scheduler of all lanes."""
     return LaneScheduler(lanes) if len(lanes) > 1 else lanes[0]
+
+
+def restoring_of(lanes: list[DecoderScheduler]) -> list[Restoring]:
+    """The parts of all lanes that move pages to a tier and back; none without a tier."""
+    return [lane.allocator.restoring for lane in lanes if lane.allocator.restoring is not None]
 
 
 def _page_identity(

@@ -336,8 +336,8 @@ class Engine:
         if chunk is None or not isinstance(config, EngineConfig):
             return 0.0
         stats = self.stats()
-        on_host_now = 0 if stats.host_kv is None else stats.host_kv.pages
-        cached = on_host_now if on_host else sum(pool.cached for pool in pools)
+        kept = 0 if stats.host_kv is None else stats.host_kv.pages
+        cached = kept if on_host else sum(pool.cached for pool in pools)
         used = 0 if on_host else sum(pool.count - pool.free for pool in pools)
         return (used + stats.cache_hit_rate * cached) * config.page_size / config.chunk_size * chunk
 

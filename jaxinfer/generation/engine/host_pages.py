@@ -53,9 +53,9 @@ class HostPages(PageTier):
         self._worker = DaemonThreads(1, "jaxinfer-host-pages")
         self._writes: deque[InterruptibleFuture[None]] = deque()
         self._stats = TierStats(num_pages=count, page_bytes=self.page_bytes)
-        self.clear()
+        self.free_memory()
 
-    def clear(self) -> None:
+    def free_memory(self) -> None:
         """Forget all pages, and give their memory back. Nothing may be on its way."""
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._empty = list(reversed(range(self.count)))
@@ -100,11 +100,15 @@ class HostPages(PageTier):
         """Begin to read pages, of which it has some; another tier fills the places of the others."""
         assert self._memory is not None, "it has some"
         rows = [self._rows.get(key) for key in keys]
-        for key in reversed(keys):  # the first, which more requests share, are forgotten last
-            if key in self._rows:
-                self._rows.move_to_end(key)
+        self._use(keys)
         read = functools.partial(self._read, self._memory, rows)
         return Load(tuple(keys), self._worker.submit(read), time.perf_counter())
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Note that pages are used: the first, which more requests share, are forgotten last."""
+        for key in reversed(keys):
+            if key in self._rows:
+                self._rows.move_to_end(key)
 
     def _read(self, memory: Sequence[np.ndarray], rows: Sequence[int | None]) -> Loaded:
         """Copy pages into a new block; in the worker."""
@@ -130,9 +134,6 @@ class HostPages(PageTier):
     @property
     def stats(self) -> dict[str, TierStats]:
         return {"host_kv": dataclasses.replace(self._stats, pages=len(self._rows))}
-
-    def free_memory(self) -> None:
-        self.clear()
 
     def settle(self) -> None:
         while self._writes:

@@ -69,7 +69,7 @@ def expected(model_dir):
 def llm(hosted):
     """With nothing cached, on the devices or the host."""
     hosted.engine.scheduler.pages.clear()
-    hosted.engine.page_tier.clear()
+    hosted.engine.page_tier.free_memory()
     return hosted
 
 
@@ -115,7 +115,7 @@ def test_sequences_that_give_way_are_swapped(llm, expected):
     prompts, params = [prompt[:16] for prompt in PROMPTS[:3]], dataclasses.replace(GREEDY, max_tokens=46)
     wanted = [tokens(llm, [prompt], params)[0] for prompt in prompts]
     llm.engine.scheduler.pages.clear()
-    llm.engine.page_tier.clear()
+    llm.engine.page_tier.free_memory()
     work = Work(llm)
     assert tokens(llm, prompts, params) == wanted
     assert work.preemptions > 1

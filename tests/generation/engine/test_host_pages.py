@@ -68,7 +68,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        self.pages.clear()
+        self.pages.free_memory()
         self.known.clear()
 
     @invariant()
