@@ -580,8 +580,8 @@ def serving_models_section(result: Result) -> list[str]:
         for row in switches
     ]
     sections = [
-        "Requests of 64 tokens for 16 more, for one of three models of 246 M parameters in float32, which is drawn at "
-        "random; a request is good if its first token comes within 2 s.",
+        "Each request has 64 tokens, asks for 16 more, and goes to one of three models, which is drawn at random. The "
+        "models have 246 M parameters in float32. A request is good if its first token comes within 2 s.",
         table(["server", "requests/s", "a burst", "good/s", "share", "TTFT p50 in ms", "errors"], lines),
         table(["configs", "weights from", "switch in s", "reading alone in s", "compiled"], switched),
     ]
