@@ -31,7 +31,7 @@ from examples.circuit_board import CLASSIFIER, DETECTOR
 from jaxinfer.elastic import Dataset, Service
 from jaxinfer.experts import System
 from jaxinfer.models import ResNet, ViT, WeightFormat, Yolo
-from jaxinfer.models.config import ResNetConfig, ViTConfig
+from jaxinfer.models.config import ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.presets import vision_preset
 from jaxinfer.models.vision.image_files import fitted, read_image
@@ -42,6 +42,9 @@ CONCURRENCY = 4
 """Requests at a time."""
 TYPES = 3
 """Types of components, of which the first goes on to a detector."""
+CANDIDATES = 20
+"""Boxes of an image that the detector's confidence lets through, of which some overlap: as many as a trained one finds.
+Random weights find 300 in any image."""
 LATENCY = 600.0
 """Seconds that a query has: none is shed."""
 
@@ -221,7 +224,7 @@ def _base64(content: bytes) -> str:
 
 def make_board(folder: Path) -> Path:
     """Write the circuit board's experts for images of 224 pixels, which all fit, and their file; returns the file."""
-    board, sizes = folder / "board", {"image_size": PIXELS}
+    board, sizes = folder / f"board-{CANDIDATES}", {"image_size": PIXELS}
     for number in range(TYPES):
         if not (path := board / f"type-{number}").exists():
             cfg = dataclasses.replace(CLASSIFIER, **sizes)
@@ -232,13 +235,22 @@ def make_board(folder: Path) -> Path:
             model.head.bias[...] = jnp.array([10.0, -10.0])  # all are ok
             save_model(path, model, family="resnet")
     if not (path := board / "detector").exists():
-        save_model(path, Yolo(dataclasses.replace(DETECTOR, **sizes), WeightFormat(), rngs=nnx.Rngs(9)), family="yolo")
+        save_model(path, make_detector(dataclasses.replace(DETECTOR, **sizes)), family="yolo")
     tables = ["max_batch = 8", '[[executors]]\nexpert_memory = "1GiB"', '[experts.detector]\ncheckpoint = "detector"']
     for kind in (f"type-{number}" for number in range(TYPES)):
         tables.append(f'[experts.{kind}]\ncheckpoint = "{kind}"\n[[inputs]]\nkind = "{kind}"\nexpert = "{kind}"')
     tables.append('[[rules]]\nexpert = "type-0"\nverdict = "ok"\nnext = "detector"\nprobability = 1.0')
     (board / "board.toml").write_text("\n".join(tables) + "\n")
     return board / "board.toml"
+
+
+def make_detector(cfg: YoloConfig) -> Yolo:
+    """Make a detector whose confidence lets few candidates through."""
+    model = Yolo(cfg, WeightFormat(), rngs=nnx.Rngs(9))
+    candidates = np.asarray(model.predictions(jnp.array([read_image(photo) for photo in jpegs()])))
+    scores = np.sort(candidates[..., 4] * candidates[..., 5:].max(-1))
+    model.cfg = dataclasses.replace(cfg, confidence=float(np.median(scores[:, -CANDIDATES])))
+    return model
 
 
 def make_service(folder: Path) -> Path:
