@@ -128,7 +128,9 @@ def _run_part[Settings](
         absent = f"{name}: {error}"
         print(absent, flush=True)
     seconds = round(time.monotonic() - start, 1)
-    report.row(figure="part", part=name, seconds=seconds, commit=report.commit, **({"absent": absent} if absent else {}))
+    report.row(
+        figure="part", part=name, seconds=seconds, commit=report.commit, **({"absent": absent} if absent else {})
+    )
     report.save(json_file)
     print(f"{name} took {seconds:.0f} s", flush=True)
     return absent
