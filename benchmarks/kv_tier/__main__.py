@@ -5,7 +5,8 @@
 `resume` times the next token of a preempted sequence whose pages were overwritten, restored and computed again. `chat`
 times the first tokens of sessions that take turns, of which the device has room for a quarter. `idle` compares the
 throughput on prompts that never come again. `restart` times the next turn of sessions of a process that was killed,
-from disk and computed again. All run a model of 246M random weights. The JSON is rewritten after every part.
+from disk and computed again. `sliced` streams the model from disk, with four times the rows that the device has pages
+for. All run a model of 246M random weights. The JSON is rewritten after every part.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from benchmarks.kv_tier.idle import idle
 from benchmarks.kv_tier.restart import restart
 from benchmarks.kv_tier.resume import resume
 from benchmarks.kv_tier.settings import Settings
+from benchmarks.kv_tier.sliced import sliced
 from benchmarks.report import Report, check_that_no_part_is_lost
 from benchmarks.workers import parts_reader, run_parts
 from jaxinfer.compiled import cache_folder
@@ -26,6 +28,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "chat": chat,
     "idle": idle,
     "restart": restart,
+    "sliced": sliced,
 }
 read_parts = parts_reader(PARTS)
 

@@ -97,6 +97,10 @@ DiskKVOption = Annotated[
 DiskKVLimitOption = Annotated[
     str | None, typer.Option(help="Bytes that the files of --disk-kv may take, such as 100GiB.")
 ]
+KVOffloadOption = Annotated[
+    str | None,
+    typer.Option(help="Host memory for the KV cache of streamed layers, such as 16GiB (default: on the devices)."),
+]
 LayerFilesOption = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder for layer files (default: the cache; OUT_DIR for convert)."),

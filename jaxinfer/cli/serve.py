@@ -20,6 +20,7 @@ from jaxinfer.cli.common import (
     HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
+    KVOffloadOption,
     LayerFilesOption,
     MeshOption,
     PrefetchOption,
@@ -120,6 +121,7 @@ def serve(
     host_kv: HostKVOption = None,
     disk_kv: DiskKVOption = None,
     disk_kv_limit: DiskKVLimitOption = None,
+    kv_offload: KVOffloadOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:

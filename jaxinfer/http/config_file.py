@@ -68,6 +68,7 @@ class ModelTable(EngineOptions, total=False):
     dtype: str
     host_kv: _Memory
     host_memory: _Memory
+    kv_offload: _Memory
     layer_files: str
     max_batch: int
     max_queue_time: float

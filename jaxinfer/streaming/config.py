@@ -19,11 +19,14 @@ USED_WITH = {
     "host_memory": ("host", "disk", "auto"),
     "prefetch": ("host", "disk", "auto"),
     "layer_files": ("disk", "auto"),
+    "kv_offload": ("host", "disk", "auto"),
 }
 """The values of `weights` with which other fields of `MemoryConfig` have an effect; those left out always have one."""
 Tier = Literal["device", "host", "disk"]
 MAX_PROGRAM_LAYERS = 32
 """Maximum layers of one program: a call costs little beside them, and each layer adds compile time."""
+_SIZES = "device_memory", "host_memory", "host_kv", "disk_kv_limit", "kv_offload"
+"""The fields of `MemoryConfig` in bytes."""
 _Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1, description='bytes or a size such as "12GiB" or "800MB"')]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -44,6 +47,8 @@ class MemoryOptions(TypedDict, total=False):
     """Folder for pages of the prefix cache, which outlive the process; None: none."""
     disk_kv_limit: int | str | None
     """Bytes that the files in `disk_kv` may take, or such as "100GiB"."""
+    kv_offload: int | str | None
+    """Host memory for the KV cache of streamed layers, which run on slices of the rows; None: it is on the devices."""
     prefetch: int | None
     """Layers fetched ahead of the one that computes; None: chosen by the costs of earlier fetches."""
     layer_files: str | os.PathLike[str] | None
@@ -60,14 +65,14 @@ class MemoryConfig:
     host_kv: AtLeast1 | None = None
     disk_kv: pathlib.Path | None = None
     disk_kv_limit: AtLeast1 | None = None
+    kv_offload: AtLeast1 | None = None
     prefetch: Annotated[int, Meta(ge=0, le=64, description="an integer in [0, 64]")] | None = None
     layer_files: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}.")
-        sizes = "device_memory", "host_memory", "host_kv", "disk_kv_limit"
-        check_fields(self, *sizes, "prefetch", where="MemoryOptions")
+        check_fields(self, *_SIZES, "prefetch", where="MemoryOptions")
         for name, used in USED_WITH.items():
             if (value := getattr(self, name)) is not None and self.weights not in used:
                 raise ValueError(
@@ -79,6 +84,12 @@ class MemoryConfig:
                 f"disk_kv={self.disk_kv}, disk_kv_limit={self.disk_kv_limit}: give both, a folder and the bytes it "
                 "may take, or neither."
             )
+        for name in ("host_kv", "disk_kv"):
+            if self.kv_offload is not None and (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"kv_offload={self.kv_offload} keeps all pages in the host's memory, and {name}={value} those that "
+                    "the devices forget: leave one of them out."
+                )
         for name in ("layer_files", "disk_kv"):
             if (folder := getattr(self, name)) is not None and folder.exists() and not folder.is_dir():
                 raise ValueError(f"{name} must be a folder, and {folder} is a file.")
@@ -86,11 +97,7 @@ class MemoryConfig:
     @classmethod
     def from_options(cls, options: MemoryOptions) -> Self:
         """Make a config from the options of `LLM`; sizes may be strings."""
-        sizes = {
-            name: parse_bytes(name, value)
-            for name in ("device_memory", "host_memory", "host_kv", "disk_kv_limit")
-            if (value := options.get(name)) is not None
-        }
+        sizes = {name: parse_bytes(name, value) for name in _SIZES if (value := options.get(name)) is not None}
         return cls(
             weights=options.get("weights", "device"),
             prefetch=options.get("prefetch"),
@@ -210,6 +217,7 @@ class Placement:
       layer_bytes: bytes of the largest layer, without experts, on each device.
       reason: the reason for it, in one line.
       experts: the place of experts; None: the model has none.
+      kv_offload: whether keys and values come to each layer, too: each runs alone, then.
     """
 
     tiers: tuple[Tier, ...]
@@ -217,6 +225,7 @@ class Placement:
     layer_bytes: int
     reason: str
     experts: ExpertPlacement | None = None
+    kv_offload: bool = False
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -226,7 +235,7 @@ class Placement:
     def ranges(self, kinds: Sequence[int], moe_layers: Sequence[int] = ()) -> tuple[LayerRange, ...]:
         """Divide a pass into ranges, in order: each streamed layer alone, the layers between two of them together.
 
-        So is each layer with experts, whose programs are others.
+        So is each layer with experts, whose programs are others, and with `kv_offload` every layer.
 
         More than `MAX_PROGRAM_LAYERS` together are halved, or divided further, as evenly as possible.
 
@@ -234,7 +243,8 @@ class Placement:
           kinds: the first layer of each layer's kind (`layer_kinds` of the model's config).
           moe_layers: the layers with experts.
         """
-        cuts = {0, len(self.tiers)} | {at for layer in (*self.streamed, *moe_layers) for at in (layer, layer + 1)}
+        alone = range(len(self.tiers)) if self.kv_offload else (*self.streamed, *moe_layers)
+        cuts = {0, len(self.tiers)} | {at for layer in alone for at in (layer, layer + 1)}
         ranges = []
         for first, end in itertools.pairwise(sorted(cuts)):
             programs = -(-(end - first) // MAX_PROGRAM_LAYERS)

@@ -24,6 +24,7 @@ class StreamingStatistics:
       stalls: number of waits for a layer.
       stalled_seconds: total time of these waits.
       layers: number of layers computed.
+      kv_bytes: bytes of keys and values that came from the host's memory, with `kv_offload`.
       expert_hits: number of experts that were asked for and there.
       expert_fetches: number of experts that were fetched.
       expert_bytes: their bytes, which `bytes` includes.
@@ -37,6 +38,7 @@ class StreamingStatistics:
     stalls: int = 0
     stalled_seconds: float = 0.0
     layers: int = 0
+    kv_bytes: int = 0
     expert_hits: int = 0
     expert_fetches: int = 0
     expert_bytes: int = 0
@@ -87,5 +89,6 @@ class StreamingStatistics:
         tiers = "".join(f"{tier} {decimal(int(self.bandwidth(tier)))}/s, " for tier in self.bytes)
         asked = self.expert_hits + self.expert_fetches
         experts = f", {self.expert_hits / asked:.0%} of {asked} experts were there" if asked else ""
+        kv = f", {decimal(self.kv_bytes)} of keys and values" if self.kv_bytes else ""
         stalls = f"{self.stalls} stalls of {self.stalled_seconds:.1f} s in all"
-        return f"{tiers}overlap {self.overlap:.0%}, {stalls}{experts}"
+        return f"{tiers}overlap {self.overlap:.0%}, {stalls}{experts}{kv}"

@@ -17,7 +17,7 @@ def test_the_model_is_what_the_figures_say():
 
 def test_parts_are_known_by_name():
     assert read_parts("chat,idle") == ["chat", "idle"]
-    assert list(PARTS) == ["resume", "chat", "idle", "restart"]
+    assert list(PARTS) == ["resume", "chat", "idle", "restart", "sliced"]
 
 
 @pytest.mark.slow
@@ -51,3 +51,18 @@ def test_a_sequence_that_gave_way_gets_its_next_token(tmp_path):
         done = resumption(llm, prompt, Tokens(llm), restores=restores)
         assert done.seconds > 0
         assert (done.read_back_bytes > 0) == restores
+
+
+@pytest.mark.slow
+def test_rows_in_slices_are_measured(tmp_path):
+    from benchmarks.kv_tier.sliced import sliced
+
+    class Checks:
+        def row(self, **fields):
+            assert (fields["read_back_bytes"] > 0) == (fields["engine"] == "host pages")
+
+        def check(self, name, value, *_, invalid, **__):
+            assert (name, invalid) == ("sliced_batch_gain", "")
+            assert value > 0
+
+    sliced(Checks(), Settings(quick=True, folder=tmp_path))

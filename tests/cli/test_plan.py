@@ -21,6 +21,7 @@ from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
 from jaxinfer.streaming.model import stream_model
 from jaxinfer.streaming.prediction import PassTraffic, measure_disk, plan_pass
+from tests.generation.conftest import PAGE_BYTES
 from tests.tiny import CONFIG
 
 WHOLE = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
@@ -105,6 +106,8 @@ def test_plan(model_dir):
     assert "layers: 2 on disk" in done.output
     done = CliRunner().invoke(app, ["plan", str(model_dir), "--weights", "auto"])
     assert "nothing is streamed" in done.output
+    done = CliRunner().invoke(app, ["plan", str(model_dir), *options, "--kv-offload", str(9 * 4 * PAGE_BYTES)])
+    assert "room for 9 sequences of 64 tokens" in done.output  # of four pages each
 
 
 def test_plan_reads_the_file_of_the_mesh(model_dir, tmp_path):

@@ -40,6 +40,7 @@ RARE_WAYS = {
     "lanes in stages": {"mesh": MeshConfig(data=2, pipeline=2)},
     "lanes in four stages": {"mesh": MeshConfig(data=2, pipeline=4)},
     "lanes in stages of two": {"mesh": MeshConfig(data=2, pipeline=2, tensor=2)},
+    "in slices": {"weights": "disk", "num_speculative_tokens": 4, "kv_offload": "1MiB", "cache_bytes": 60_000},
     "bfloat16": {"dtype": "bfloat16"},
     "streamed in bfloat16": {"weights": "disk", "num_speculative_tokens": 4, "dtype": "bfloat16"},
 }

@@ -33,6 +33,7 @@ from jaxinfer.cli.common import (
     HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
+    KVOffloadOption,
     LayerFilesOption,
     MeshOption,
     ModelArgument,
@@ -71,6 +72,7 @@ def latency(
     host_kv: HostKVOption = None,
     disk_kv: DiskKVOption = None,
     disk_kv_limit: DiskKVLimitOption = None,
+    kv_offload: KVOffloadOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
     seed: SeedOption = 0,
@@ -138,6 +140,7 @@ def throughput(
     host_kv: HostKVOption = None,
     disk_kv: DiskKVOption = None,
     disk_kv_limit: DiskKVLimitOption = None,
+    kv_offload: KVOffloadOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
     seed: SeedOption = 0,
@@ -153,8 +156,7 @@ def throughput(
     check_prompts_file(prompts_file, prompt_tokens)
     check_files(json_file, plot)
     with long_work(f"loading {model}"):
-        config = read_config(model)
-        limit = check_context(config, context)
+        limit = check_context(config := read_config(model), context)
         import numpy as np
 
         from jaxinfer.cli.bench import measure, report, tables

@@ -13,6 +13,7 @@ from jaxinfer.cli.common import (
     DeviceMemoryOption,
     DtypeOption,
     HostMemoryOption,
+    KVOffloadOption,
     MeshOption,
     PrefetchOption,
     QuantizeOption,
@@ -53,6 +54,7 @@ PREDICTED = (
     "device_memory",
     "host_memory",
     "prefetch",
+    "kv_offload",
     "context",
     "bandwidth",
     "flops",
@@ -90,6 +92,7 @@ def plan(
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     prefetch: PrefetchOption = None,
+    kv_offload: KVOffloadOption = None,
     context: Annotated[int | None, typer.Option(help="Tokens per sequence (default: the model's).")] = None,
     bandwidth: Annotated[
         str | None,
@@ -134,7 +137,7 @@ def plan(
         raise ValueError(f"{_option(name)} is only used with --gantt; add --gantt FILE or --gantt -.")
     if model is None:
         raise ValueError("plan: name a model, or draw the schedules of a pipeline with --gantt FILE.")
-    memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch"))
+    memory = _given(ctx, ("weights", "device_memory", "host_memory", "prefetch", "kv_offload"))
     _predict(model, mesh, memory, context, bandwidth, flops, dtype, quantize)
 
 
@@ -204,6 +207,8 @@ def _predict(
     if needs.cache:
         there = placement.tiers.count("device") + placement.depth.device + 1
         most = max(1, int((needs.limit - needs.of_streamed(there, 0)) * FRACTION) // needs.cache)
+        if (sizes := needs.cache_sizes) is not None and sizes.offloaded:
+            most = max(1, sizes.offloaded // sizes.least)
         best = min(best, most)
     passes = table("limited by", "sequences", "s a pass", "tokens/s", "TFLOP/s", figures=4, title=str(placement))
     for tokens in sorted({1, 8, 64, best, most} - {size for size in (8, 64) if size > most}):

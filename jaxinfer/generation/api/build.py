@@ -244,7 +244,13 @@ def _decoder_executor(
     asleep: bool,
 ) -> DecoderExecutor:
     """Make the executor of a decoder, whose layers are on the devices or are streamed to them."""
-    layout = DeviceLayout.from_model(model, config, num_pages=plan.num_pages, processors=tuple(processors.values()))
+    layout = DeviceLayout.from_model(
+        model,
+        config,
+        num_pages=plan.num_pages,
+        slice_pages=plan.slice_pages,
+        processors=tuple(processors.values()),
+    )
     if plan.placement is None:
         programs = DevicePrograms(model, config, decoder_programs(layout.of_programs))
         if plan.way is Way.WHOLE:
@@ -255,7 +261,7 @@ def _decoder_executor(
         assert isinstance(model, StreamedModel)
         layers = LayerStream(model, plan.placement, costs.all)
         programs = DevicePrograms(model, config, chain_programs(layout.of_programs, layers.ranges))
-        passes = ChainDecoderPasses(layers, programs, plan.pass_buckets)
+        passes = ChainDecoderPasses(layers, programs, plan.pass_buckets, layout)
     state = DecoderState(layout, programs)
     if not asleep:
         state.restart()
@@ -377,6 +383,11 @@ def place_model[Config: SharedConfig](
         return opened.without_weights(), config, None
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
+        if memory.kv_offload is not None:
+            raise ValueError(
+                f"kv_offload={memory.kv_offload} is for streamed layers, and weights='auto' keeps all on the devices, "
+                "which have room for them: leave it out, or set weights to 'host' or 'disk'."
+            )
         with _reserved(reservation, opened, None):
             return opened.load(), config, None
     for name, only in (("max_decode_passes", 1), ("level", 0), ("expert_load", False)):

@@ -185,7 +185,7 @@ def load_encoder(
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
-    for name in ("host_kv", "disk_kv"):
+    for name in ("host_kv", "disk_kv", "kv_offload"):
         if (value := getattr(memory_config, name)) is not None:
             raise ValueError(f"Embedder.{name}={value} is for decoders, which cache pages: leave it out.")
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
@@ -316,6 +316,7 @@ def _plan(
         num_pages=memory.num_pages,
         host_pages=memory.host_pages,
         disk_kv=disk_kv,
+        slice_pages=memory.slice_pages,
         max_chunks=memory.max_chunks,
         placement=placement,
     )
@@ -338,8 +339,8 @@ def _reserve(
     host = {**host_tenants(model, placement), "adapters": read_adapter_bytes(config), **(host or {})}
     sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     if not asleep:
-        remedy = "lower cache_bytes, host_kv, max_batch, token_budget or adapter_bytes, or close another model"
-        reservation.resize(sizes, remedy=remedy)
+        lower = "cache_bytes, host_kv, kv_offload, max_batch, token_budget or adapter_bytes"
+        reservation.resize(sizes, remedy=f"lower {lower}, or close another model")
     return sizes
 
 

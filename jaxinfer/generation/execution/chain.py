@@ -20,6 +20,8 @@ from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.decoder import PassResult
 from jaxinfer.generation.execution.decoder_state import DecoderState
 from jaxinfer.generation.execution.encoder import ShapeBuckets, Vectors
+from jaxinfer.generation.execution.layer_caches import LayerCaches, ResidentCaches
+from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import PassInputs
 from jaxinfer.generation.execution.plan import Way
 from jaxinfer.generation.execution.programs.chain import (
@@ -36,6 +38,7 @@ from jaxinfer.generation.execution.programs.experts import Join, Route, RunExper
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.programs.verification import Speculation
+from jaxinfer.generation.execution.slices import SlicePages, split, split_by_pages
 from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
 from jaxinfer.streaming.config import LayerRange, Placement
@@ -53,12 +56,14 @@ class _Slice:
       sizes: the sizes of its programs.
       inputs: its chunks, rows, bitmask and speculative tokens.
       groups: its tokens.
+      pages: its pages of the cache; None: all pages are on the devices.
       x: [N, D], the output of the last layer that ran.
     """
 
     sizes: Pass
     inputs: tuple[Chunks | None, Rows, Any, Speculation | None]
     groups: tuple[TokenRows, ...]
+    pages: SlicePages | None
     x: jax.Array
 
 
@@ -153,46 +158,55 @@ class ChainDecoderPasses(ChainPasses):
       layers: the layers.
       programs: those of `chain_programs`.
       buckets: the sizes that programs are compiled for.
+      layout: the shapes on the devices.
     """
 
-    def __init__(self, layers: LayerStream, programs: DevicePrograms[Buckets], buckets: Buckets):
+    def __init__(self, layers: LayerStream, programs: DevicePrograms[Buckets], buckets: Buckets, layout: DeviceLayout):
         super().__init__(layers)
         self._programs, self._buckets = programs, buckets
+        self._slice_pages, self._page_size = layout.slice_pages, layout.engine.page_size
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Divide a batch into slices whose activations fit, which each layer runs in turn; the first has the rows."""
-        most = self._buckets.chunks[-1]
-        rest = [
-            dataclasses.replace(batch, chunks=batch.chunks[start : start + most], rows=())
-            for start in range(most, len(batch.chunks), most)
-        ]
-        return [dataclasses.replace(batch, chunks=batch.chunks[:most]), *rest]
+        """Divide a batch into slices whose activations and pages fit, which each layer runs in turn."""
+        most, pages = self._buckets.chunks[-1], self._slice_pages
+        if not pages:
+            return split(batch, chunks=most)
+        return split_by_pages(batch, chunks=most, pages=pages, page_size=self._page_size)
 
     def run(self, commands: list[Command], state: DecoderState) -> list[PassResult]:
         """Send the slices of a pass."""
         slices = [self._enter(command, state) for command in commands]
-        caches = state.arrays.caches
+        caches: LayerCaches = state.offloaded or ResidentCaches(state.arrays.caches)
         for layers, leaves in self.layers:
-            at, adapters = layers.layers, None if state.adapters is None else state.adapters[layers.layers]
             if runs_experts(state.layout.config, layers):
-                done = [self._run_experts(part, layers, leaves, state) for part in slices]
-                self.layers.prefetcher.computing(done)
-                continue
-            for part in slices:
-                sizes = Layer.of_kind(part.sizes, layers.kind, layers.count)
-                part.x, caches[at] = self._programs.run(sizes, leaves, adapters, caches[at], part.x, part.groups)
-            # Waits for the cache: x is donated to the next layer.
-            self.layers.prefetcher.computing(caches[layers.first].k, layers.count)
-        return [self._leave(part, state) for part in slices]
+                done = [self._run_experts(part, layers, leaves, state, caches) for part in slices]
+            else:
+                done = [self._run_layers(part, layers, leaves, state, caches) for part in slices][-1]
+            self.layers.prefetcher.computing(done, layers.count)
+        results = [self._leave(part, state) for part in slices]
+        self.layers.prefetcher.statistics.kv_bytes += caches.finish()
+        return results
 
-    def _run_experts(self, part: _Slice, layers: LayerRange, leaves: list[jax.Array], state: DecoderState) -> jax.Array:
+    def _run_layers(
+        self, part: _Slice, layers: LayerRange, leaves: list[jax.Array], state: DecoderState, caches: LayerCaches
+    ) -> Any:
+        """Run layers; returns what is there when they have run, with the slices before this one."""
+        adapters = None if state.adapters is None else state.adapters[layers.layers]
+        sizes, given = Layer.of_kind(part.sizes, layers.kind, layers.count), caches.take(layers, part.pages)
+        part.x, written = self._programs.run(sizes, leaves, adapters, given, part.x, part.groups)
+        return caches.give(layers, part.pages, written)  # not x, which is donated to the next layer
+
+    def _run_experts(
+        self, part: _Slice, layers: LayerRange, leaves: list[jax.Array], state: DecoderState, caches: LayerCaches
+    ) -> Any:
         """Run a layer with experts; returns what is there when its weights are no longer used."""
-        experts, caches, at = self.layers.experts, state.arrays.caches, layers.layers
+        experts = self.layers.experts
         assert experts is not None
         kind, run = mlp_kind(state.layout.config, layers.kind), self._programs.run
-        adapters = None if state.adapters is None else state.adapters[at]
-        results = run(Route.of_kind(part.sizes, layers.kind), leaves, adapters, caches[at], part.x, part.groups)
-        part.x, caches[at], h, routing, y = results
+        adapters = None if state.adapters is None else state.adapters[layers.layers]
+        sizes, given = Route.of_kind(part.sizes, layers.kind), caches.take(layers, part.pages)
+        part.x, written, h, routing, y = run(sizes, leaves, adapters, given, part.x, part.groups)
+        caches.give(layers, part.pages, written)
         first, size = jax.device_get((routing.offsets, routing.sizes))
         for group in experts.groups(layers.first, np.flatnonzero(size).tolist()):
             rows = size[[expert for expert, _ in group]]
@@ -216,7 +230,7 @@ class ChainDecoderPasses(ChainPasses):
         chunks, rows, bitmask = inputs.chunks, inputs.rows, state.bitmask(inputs.bitmask, sizes.chunks + sizes.batch)
         leaves, slots = state.layout.leaves, state.arrays.slots
         x, groups = self._programs.run(Enter.for_pass(sizes), leaves, slots, chunks, rows, guess)
-        return _Slice(sizes, (chunks, rows, bitmask, guess), groups, x)
+        return _Slice(sizes, (chunks, rows, bitmask, guess), groups, inputs.pages, x)
 
     def _propose(self, sizes: Pass, inputs: PassInputs, state: DecoderState) -> Speculation | None:
         """Propose speculative tokens for the rows; None if there are none, since a plain pass computes less."""

@@ -65,7 +65,7 @@ class DecoderPasses(Passes, Protocol):
     """Sends a decoder's passes to its devices."""
 
     def split(self, batch: Batch) -> list[Batch]:
-        """Divide a batch into parts, of which each is one command, in order; the first has the rows."""
+        """Divide a batch into parts, of which each is one command, in order."""
         ...
 
     def run(self, commands: list[Command], state: DecoderState) -> list[PassResult]:

@@ -10,9 +10,11 @@ from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.commands import Command
+from jaxinfer.generation.execution.layer_caches import OffloadedCaches
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS
 from jaxinfer.generation.execution.programs import place_adapter, zeros
+from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.gather_pages import GatherPages
 from jaxinfer.generation.execution.spares import STATES
 from jaxinfer.generation.execution.state import DeviceState
@@ -29,6 +31,7 @@ class DecoderState:
     Attributes:
       layout: the shapes of everything.
       arrays: cache and slots; None before `restart`, and after `free`.
+      offloaded: the cache in the host's memory; None: it is in `arrays`.
       adapters: the LoRA adapters on the devices; None: there is no room for any.
     """
 
@@ -38,6 +41,7 @@ class DecoderState:
         self._no_adapters = None
         if layout.adapters is not None:
             self._no_adapters = programs.compile(zeros.spec(layout.adapters), zeros.Zeros())
+        self.offloaded = OffloadedCaches(layout, programs) if layout.slice_pages else None
         self.arrays: DeviceState = None  # type: ignore[assignment]  # nothing runs while it is free
         self.adapters: list[LayerAdapters] | None = None
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
@@ -47,6 +51,8 @@ class DecoderState:
         for array in jax.tree.leaves(self.arrays):
             array.delete()  # first: there is no room for two
         self.arrays = self._empty()
+        if self.offloaded is not None:
+            self.offloaded.restart()
         self._place_adapters()
 
     def free(self) -> None:
@@ -73,6 +79,9 @@ class DecoderState:
 
     def change(self, command: Command) -> PageBlock | None:
         """Send a command to the devices that changes the state; returns the pages of one that copies some from it."""
+        if isinstance(command.sizes, CopyPages) and self.offloaded is not None:
+            self.offloaded.copy(*command.inputs)
+            return None
         program = self._programs.cache.get(command.sizes)
         if isinstance(command.sizes, GatherPages):
             return program(self.arrays, *command.inputs)

@@ -91,6 +91,7 @@ class DeviceLayout:
       weights: the format of its leaves.
       engine: the engine's sizes.
       num_pages: the size of the KV cache, of each lane.
+      slice_pages: pages of one layer that are on the devices at a time; 0: all pages of all layers are.
       platform: the platform it runs on.
       processors: logits processors, compiled into the programs that choose tokens.
       mesh: the devices; None: one.
@@ -104,7 +105,8 @@ class DeviceLayout:
       stages: the layers of each stage; None: each device has parts of all layers.
       static: everything that programs depend on beside shapes.
       leaves: the weights that are on the device all the time, or their shapes.
-      state: the shapes of `DeviceState`.
+      caches: the shapes of each layer's cache, as its programs take it.
+      state: the shapes of `DeviceState`, which has the caches unless they are in the host's memory.
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
       lanes: how many lanes the mesh has. num_stages: how many stages; 1 without a pipeline.
@@ -117,6 +119,7 @@ class DeviceLayout:
         engine: EngineConfig,
         *,
         num_pages: int,
+        slice_pages: int = 0,
         platform: str,
         processors: LogitsProcessors = (),
         mesh: Mesh | None = None,
@@ -125,7 +128,7 @@ class DeviceLayout:
         fitting: Fitting | None = None,
         family: str = "",
     ):
-        self.weights, self.engine, self.num_pages = weights, engine, num_pages
+        self.weights, self.engine, self.num_pages, self.slice_pages = weights, engine, num_pages, slice_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
         self.stages = stages_on(config, mesh, self._rules)
         self.config = config if self.stages is None else self.stages.config
@@ -134,6 +137,7 @@ class DeviceLayout:
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
         self.leaves: Sequence[jax.Array | jax.ShapeDtypeStruct] = self._shapes() if leaves is None else list(leaves)
+        self.caches = [self.layer_pages(slice_pages or num_pages)] * self.config.layers
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 
@@ -144,6 +148,7 @@ class DeviceLayout:
         engine: EngineConfig,
         *,
         num_pages: int,
+        slice_pages: int = 0,
         processors: LogitsProcessors = (),
         only: Callable[[str], bool] = lambda name: True,
     ) -> "DeviceLayout":
@@ -158,6 +163,7 @@ class DeviceLayout:
             model.weights,
             engine,
             num_pages=num_pages,
+            slice_pages=slice_pages,
             platform=model.platform,
             processors=processors,
             mesh=model.mesh,
@@ -240,7 +246,7 @@ class DeviceLayout:
 
     def block(self, count: int) -> PageBlock:
         """The shapes of a block with `count` pages of each lane."""
-        layers, cache = self.config.layers, self.state.caches[0]
+        layers, cache = self.config.layers, self.caches[0]
 
         def stack(x: Any, *names: str) -> Any:
             page = x.shape[1:]
@@ -261,22 +267,23 @@ class DeviceLayout:
 
     def block_shardings(self, count: int) -> Any:
         """The places of the block that a program returns, as `state_shardings`."""
-        return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.block(count))
+        return self.shardings_of(self.block(count))
 
-    def _state(self) -> DeviceState:
-        kv_dtype, sizes = self.engine.kv_dtype, (self.lanes * self.num_pages, self.engine.page_size)
+    def layer_pages(self, count: int) -> KVPages:
+        """The shapes of so many pages of each lane, of one layer; those of all layers are equal."""
+        kv_dtype, attention = self.engine.kv_dtype, self.config.layer(0).mixer
         dtype = self.weights.dtype if kv_dtype is None else np.dtype(kv_dtype)
-
-        def pages(layer: int) -> KVPages:
-            attention = self.config.layer(layer).mixer
-            return KVPages.shapes(*sizes, attention.kv_heads, attention.head_dim, dtype, int8=kv_dtype == "int8")
+        sizes = self.lanes * count, self.engine.page_size, attention.kv_heads, attention.head_dim
 
         def page(x: Any) -> Any:
             names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")
             return self.stack_stages(x, *names)
 
-        caches = jax.tree.map(page, [pages(layer) for layer in range(self.config.layers)])
-        return DeviceState(caches, jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1)))
+        return jax.tree.map(page, KVPages.shapes(*sizes, dtype, int8=kv_dtype == "int8"))
+
+    def _state(self) -> DeviceState:
+        slots = jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1))
+        return DeviceState([] if self.slice_pages else self.caches, slots)
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
         original = self._fitting.original
@@ -355,7 +362,11 @@ class DeviceLayout:
     @property
     def state_shardings(self) -> Any:
         """Where a program's state is placed: on a mesh where it was; else the compiler knows."""
-        return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.state)
+        return self.shardings_of(self.state)
+
+    def shardings_of(self, shapes: Any) -> Any:
+        """The places of arrays of these shapes, as `state_shardings`."""
+        return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, shapes)
 
     @property
     def output_sharding(self) -> Any:

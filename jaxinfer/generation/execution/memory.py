@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -41,6 +41,12 @@ EXPERTS = "experts"
 MOVING = "KV pages on their way"
 """The tenant of pages between the cache and the host."""
 
+ON_HOST = "KV pages of the host"
+"""The tenant of pages in the host's memory."""
+
+SLICES = 3
+"""With `kv_offload`, slices of a layer's pages on a device at a time: one computes, one comes, one goes."""
+
 COARSE_BITS = 6
 """Leading binary digits of a number of pages that the plan keeps, if it has the choice."""
 
@@ -56,6 +62,7 @@ class MemoryPlan:
       page_bytes: one page of keys and values, all layers.
       num_pages: pages of the cache.
       host_pages: pages that the host's memory keeps of those that the cache forgets.
+      slice_pages: pages of one layer that are on the device at a time, if the cache is in the host's memory; else 0.
       host_tenants: bytes to reserve of the host for them, by purpose.
       tenants: bytes to reserve of the device, by purpose.
       max_chunks: chunks that go through a streamed layer together, so that their activations fit; None: all of a step.
@@ -68,6 +75,7 @@ class MemoryPlan:
     num_pages: int
     tenants: dict[str, int]
     host_pages: int = 0
+    slice_pages: int = 0
     host_tenants: dict[str, int] = dataclasses.field(default_factory=dict)
     max_chunks: int | None = None
 
@@ -78,6 +86,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pages = f"{self.num_pages} pages of {decimal(self.page_bytes)}"
+        if self.slice_pages:
+            pages += f" on the host, {self.slice_pages} of a layer at a time on the device"
         workspace = "" if self.workspace is None else f", workspace {decimal(self.workspace)}"
         free = decimal(self.available)
         return f"weights {decimal(self.weights)}, cache {decimal(self.cache)} ({pages}){workspace}, of {free} free"
@@ -110,56 +120,107 @@ def plan_memory(
     weights, limits = sum(tenants.values()), limits or MemoryConfig()
     device_memory = limits.device_memory
     layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
-    adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
-    host_pages, on_host = _page_tiers(layout, config, limits)
-    moving, buffers = 2 * MOVES[-1] * size if on_host and not shared else 0, buffer_bytes(placement)
+    adapters, cache = part_bytes(layout.adapters), CacheSizes.from_layout(layout, config, limits)
+    host_pages, on_host = _pages_on_host(layout, config, limits, cache)
+    tiers, buffers = on_host and not cache.offloaded, buffer_bytes(placement)
+    moving = 2 * MOVES[-1] * cache.page if tiers and not shared else 0
     available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
     available -= sum(on_host.values()) // len(devices_of(model.mesh)) if shared else 0
     if device_memory is not None:
         available = min(available, device_memory - weights)
     available -= buffers + moving
     buckets = buckets_of(config, model.platform, streamed=placement is not None)
-    full, max_chunks = config.max_batch * config.pages_per_sequence, None
-    if cache_bytes is None and is_ample(model, device_memory, available, full * size + adapters):
+    max_chunks = None
+    if cache_bytes is None and is_ample(model, device_memory, available, cache.full * cache.page + adapters):
         workspace = None
     elif placement is not None:
-        room = int(available * FRACTION) - adapters - size
+        room = int(available * FRACTION) - adapters - cache.least * cache.page
         max_chunks, workspace = _largest_slice(layout, layer_ranges(model, placement), buckets, room)
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
     cache_limit = room if cache_bytes is None else cache_bytes
-    check_page(cache_limit, size, config, memory_report(model.mesh))
+    cache.check(cache_limit, config, memory_report(model.mesh))
     if cache_limit > room:
         raise MemoryError(
             f"cache_bytes={cache_bytes} does not fit: of {decimal(available)} that are free beside the weights, "
             f"programs need {decimal(workspace or 0)} and adapters {decimal(adapters)}; the cache may have "
             f"{exact_bytes(max(room, 0))}.{memory_report(model.mesh)}"
         )
-    pages = min(cache_limit // size, full) if shared else cache_limit // size
-    if cache_bytes is None and pages != full:
-        pages = _coarse(pages)
-    moved = {"cache": pages * size, "moving": moving}
+    pages = cache.pages_in(cache_limit, bounded=shared, exact=cache_bytes is not None)
+    moved = {"cache": pages * cache.page, "moving": moving}
     tenants |= device_tenants(buffers=buffers, adapters=adapters, workspace=workspace or 0, **moved)
     return MemoryPlan(
         weights=weights + adapters,
         available=available,
         workspace=workspace,
-        page_bytes=size,
-        num_pages=pages,
+        page_bytes=part_bytes(layout.caches) // layout.num_pages,
+        num_pages=cache.offloaded or pages,
         host_pages=host_pages,
+        slice_pages=pages if cache.offloaded else 0,
         host_tenants=on_host,
         tenants=tenants,
         max_chunks=max_chunks,
     )
 
 
-def _page_tiers(layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig) -> tuple[int, dict[str, int]]:
-    """Return how many pages the host keeps, and the bytes of its memory for all tiers, by tenant.
+class CacheSizes(NamedTuple):
+    """The sizes of a KV cache, before its pages are known.
+
+    Attributes:
+      page: bytes of each device for a page that is there: of all layers; with `kv_offload` of one, in `SLICES`.
+      least: the fewest pages that must be there; with `kv_offload` those of a sequence, since attention takes all.
+      full: the pages of `config.max_batch` full sequences.
+      offloaded: pages of the cache that the host's memory has room for, with `kv_offload`; 0: it is on the devices.
+    """
+
+    page: int
+    least: int
+    full: int
+    offloaded: int
+
+    @classmethod
+    def from_layout(cls, layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig) -> Self:
+        """The sizes for an engine, from its layout with any number of pages."""
+        size, each = part_bytes(layout.caches) // layout.num_pages, config.pages_per_sequence
+        full = config.max_batch * each
+        if limits.kv_offload is None:
+            return cls(size, 1, full, 0)
+        offloaded = limits.kv_offload // bytes_of_page(layout.host_page)
+        return cls(SLICES * size // layout.config.layers, each, max(each, min(full, offloaded)), offloaded)
+
+    def pages_in(self, budget: int, *, bounded: bool, exact: bool) -> int:
+        """The pages that are there in a budget of bytes.
+
+        Args:
+          bounded: whether more than `full` are of no use, though they have room.
+          exact: whether the user has chosen the budget.
+        """
+        pages = budget // self.page
+        if bounded or self.offloaded:
+            pages = min(pages, self.full)
+        return pages if exact or pages == self.full else max(_coarse(pages), self.least)
+
+    def check(self, budget: int, config: EngineConfig, report: str) -> None:
+        """Raise ValueError unless the least fits into the cache's budget. report: other uses of the memory."""
+        if budget < self.least * self.page:
+            least, lower = f"one page of {config.page_size} tokens takes", "page_size"
+            if self.offloaded:
+                least, lower = f"a layer's pages of {config.context} tokens take, in {SLICES} slices,", "context"
+            raise ValueError(
+                f"The KV cache may take {decimal(max(budget, 0))}, but {least} {exact_bytes(self.least * self.page)}: "
+                f"raise cache_bytes or device_memory, lower {lower}, or free memory.{report}"
+            )
+
+
+def _pages_on_host(
+    layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig, cache: CacheSizes
+) -> tuple[int, dict[str, int]]:
+    """Return how many pages the host keeps of those that the cache forgets, and the bytes of its memory, by tenant.
 
     Raises ValueError, BudgetError.
     """
-    host_kv, size = limits.host_kv, bytes_of_page(layout.host_page)
+    host_kv, offload, size = limits.host_kv, limits.kv_offload, bytes_of_page(layout.host_page)
     given = {"host_kv": host_kv, "disk_kv": limits.disk_kv}
     tiers = {name: value for name, value in given.items() if value is not None}
     if tiers and not config.prefix_caching:
@@ -168,23 +229,27 @@ def _page_tiers(layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig
             f"{name}={value} keeps pages of the prefix cache, and prefix_caching=False: leave one of them out."
         )
     rooms = [room for room in (host_budget().free, host_budget().available) if room is not None]
-    if host_kv is not None and rooms and host_kv > min(rooms):
-        raise BudgetError(
-            f"host_kv={host_kv}: {exact_bytes(max(min(rooms), 0))} of the host's memory are free: lower it, or close "
-            f"another model.{host_budget().report}"
-        )
-    for name, limit in (("host_kv", host_kv), ("disk_kv_limit", limits.disk_kv_limit)):
+    for name, limit in (("host_kv", host_kv), ("kv_offload", offload), ("disk_kv_limit", limits.disk_kv_limit)):
+        if name != "disk_kv_limit" and limit is not None and rooms and limit > min(rooms):
+            raise BudgetError(
+                f"{name}={limit}: {exact_bytes(max(min(rooms), 0))} of the host's memory are free: lower it, or close "
+                f"another model.{host_budget().report}"
+            )
         if limit is not None and limit < size:
             raise ValueError(
                 f"{name}={limit} has no room for one page of {config.page_size} tokens, which takes "
                 f"{exact_bytes(size)}: raise it, lower page_size, or leave it out."
             )
+    if offload is not None:
+        shared = shares_memory(layout.platform)
+        moving = {} if shared else {MOVING: (SLICES - 1) * cache.full * size // layout.config.layers}
+        return 0, {ON_HOST: offload, **moving}
     if not tiers:
         return 0, {}
     moving = {MOVING: (2 * config.pages_per_sequence + MAX_WRITES * MOVES[-1] * len(tiers)) * size}
     if host_kv is None:
         return 0, moving
-    return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {"KV pages of the host": host_kv, **moving}
+    return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {ON_HOST: host_kv, **moving}
 
 
 def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
@@ -289,15 +354,6 @@ def is_ample(model: OpenedModel, device_memory: int | None, available: int, cach
     device_memory: the user's limit, which is exact.
     """
     return shares_memory(model.platform) and device_memory is None and AMPLE * cache <= available
-
-
-def check_page(budget: int, size: int, config: EngineConfig, report: str) -> None:
-    """Raise ValueError unless a page of this size fits into the cache's budget. report: other uses of the memory."""
-    if budget < size:
-        raise ValueError(
-            f"The KV cache may take {decimal(max(budget, 0))}, but one page of {config.page_size} tokens takes "
-            f"{exact_bytes(size)}: raise cache_bytes or device_memory, lower page_size, or free memory.{report}"
-        )
 
 
 def needed_bytes(weights: int, others: int) -> int:

@@ -22,6 +22,7 @@ from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.programs.ring import decode_sizes, prefill_sizes
 from jaxinfer.generation.execution.programs.scatter_pages import ScatterPages
+from jaxinfer.generation.execution.slices import SlicePages, in_slice
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
 from jaxinfer.sharding.schedules import queued_stride
@@ -40,6 +41,7 @@ class PassInputs(NamedTuple):
       passes: int32 [], how many passes.
       speculation_limits: int32 [B], how many speculative tokens each row may have in a pass.
       schedule: how micro-batches go through the stages of a pipeline; None: there is none.
+      pages: those of the cache that come to the devices for it; None: all are there.
     """
 
     chunks: Chunks | None
@@ -48,6 +50,7 @@ class PassInputs(NamedTuple):
     passes: np.int32
     speculation_limits: np.ndarray
     schedule: RingSchedule | None = None
+    pages: SlicePages | None = None
 
 
 class Packer:
@@ -88,8 +91,11 @@ class Packer:
 
     def pass_through(self, batch: Batch) -> Command:
         """The command that sends chunks and rows through the model, all lanes' padded to the same sizes."""
-        lanes = batch.lanes
         sizes, used = pass_sizes(batch, self.buckets, self.layout.num_stages)
+        pages = None
+        if self.layout.slice_pages:
+            batch, pages = in_slice(batch, self.layout.engine.page_size)
+        lanes = batch.lanes
         places = [sizes.places(len(lane.rows), used) for lane in lanes]
         bitmask, schedule = None, None
         if [part for part in batch.parts if part.bitmask is not None]:
@@ -105,6 +111,7 @@ class Packer:
             np.int32(batch.passes),
             np.concatenate([self._speculation_limits(*there, sizes) for there in rows]),
             schedule,
+            pages,
         )
         return Command(sizes, inputs)
 

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import (
     FRACTION,
-    check_page,
+    CacheSizes,
     free_bytes,
     is_ample,
     memory_report,
@@ -68,8 +68,7 @@ class DeviceBytes:
       experts: the number of experts of all layers.
       least_experts: how many must be there at a time: twice those of a token.
       adapters: bytes of LoRA adapters.
-      page: bytes of one page of the cache; 0 for an encoder, which has none.
-      cache: bytes of the cache for `EngineConfig.max_batch` full sequences.
+      cache_sizes: the sizes of the cache; None for an encoder, which has none.
     """
 
     def __init__(self, opened: OpenedModel, config: SharedConfig, memory: MemoryConfig):
@@ -85,13 +84,22 @@ class DeviceBytes:
         self.largest = max(layers, key=layers.__getitem__)
         self.layer = layers[self.largest]
         self.expert, self.experts, self.least_experts = _expert_sizes(opened)
-        self.rest, self.adapters, self.page, self.cache = opened.bytes_per_device(_is_rest), 0, 0, 0
+        self.rest, self.adapters, self.cache_sizes = opened.bytes_per_device(_is_rest), 0, None
         if self._has_cache:
             assert isinstance(config, EngineConfig)
             self._config = config
-            caches = part_bytes(self._streamed_layout.state.caches)
-            self.adapters, self.page = part_bytes(self._streamed_layout.adapters), caches // config.max_batch
-            self.cache = self.page * config.max_batch * config.pages_per_sequence
+            self.adapters = part_bytes(self._streamed_layout.adapters)
+            self.cache_sizes = CacheSizes.from_layout(self._streamed_layout, config, memory)
+
+    @property
+    def least_cache(self) -> int:
+        """The least bytes of the cache; 0 for an encoder."""
+        return 0 if self.cache_sizes is None else self.cache_sizes.least * self.cache_sizes.page
+
+    @property
+    def cache(self) -> int:
+        """The bytes of the cache for `EngineConfig.max_batch` full sequences; 0 for an encoder."""
+        return 0 if self.cache_sizes is None else self.cache_sizes.full * self.cache_sizes.page
 
     @property
     def whole(self) -> int:
@@ -201,8 +209,9 @@ def plan_placement(
     needs = DeviceBytes(opened, config, memory)
     if cache_bytes is not None:
         assert isinstance(config, EngineConfig), "an encoder has no cache"
-        check_page(cache_bytes, needs.page, config, memory_report(opened.mesh))
-    least, full = (needs.page, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
+        assert needs.cache_sizes is not None
+        needs.cache_sizes.check(cache_bytes, config, memory_report(opened.mesh))
+    least, full = (needs.least_cache, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
     if memory.weights == "device":
         _check_whole(opened, needs, least)
         return None
@@ -265,6 +274,7 @@ def _streamed(opened: OpenedModel, memory: MemoryConfig, needs: DeviceBytes, cac
         layer_bytes=needs.layer,
         reason=reason,
         experts=experts,
+        kv_offload=memory.kv_offload is not None,
     )
 
 

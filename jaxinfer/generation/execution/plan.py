@@ -33,6 +33,7 @@ class Plan:
       stages: how many stages the model's pipeline has; 1: it has none.
       num_pages: pages of a decoder's cache, of each lane; `memory.plan_memory` computes how many fit.
       host_pages: pages that the host's memory keeps; 0: none.
+      slice_pages: pages of one layer that are on the devices at a time, with `kv_offload`; 0: all of all layers are.
       max_chunks: how many chunks of a step go through a streamed layer together; None: all.
       placement: the place of each layer, and how far ahead layers are fetched; None: all are on the devices.
     """
@@ -42,6 +43,7 @@ class Plan:
     stages: int = 1
     num_pages: int = 0
     host_pages: int = 0
+    slice_pages: int = 0
     max_chunks: int | None = None
     placement: Placement | None = None
 
@@ -54,6 +56,7 @@ class Plan:
         num_pages: int = 0,
         host_pages: int = 0,
         disk_kv: bool = False,
+        slice_pages: int = 0,
         max_chunks: int | None = None,
         placement: Placement | None = None,
     ) -> "Plan":
@@ -74,6 +77,7 @@ class Plan:
             stages=stages,
             num_pages=num_pages,
             host_pages=host_pages,
+            slice_pages=slice_pages,
             max_chunks=max_chunks,
             placement=placement,
         )

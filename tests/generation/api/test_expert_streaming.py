@@ -98,6 +98,7 @@ def test_speculation_and_batches(mixture):
     want = all_tokens()
     assert all_tokens(weights="disk") == want
     assert all_tokens(weights="disk", num_speculative_tokens=3) == want
+    assert all_tokens(weights="disk", kv_offload="1MiB", cache_bytes=50_000) == want  # pages of one of the prompts
 
 
 def test_each_expert_has_a_file_and_is_read_by_itself(mixture, tmp_path):

@@ -101,7 +101,7 @@ def test_a_given_cache_counts(unread, monkeypatch):
     memory = MemoryConfig(weights="disk", device_memory=least(weights_alone.value) + 1)
     with pytest.raises(MemoryError) as small:
         plan_placement(opened, CONFIG, memory)
-    page = placement.DeviceBytes(opened, CONFIG, memory).page
+    page = placement.DeviceBytes(opened, CONFIG, memory).least_cache
     with pytest.raises(MemoryError) as large:
         plan_placement(opened, CONFIG, memory, cache_bytes=7 * page)
     assert least(large.value) - least(small.value) == pytest.approx(6 * page / 0.9, abs=2)

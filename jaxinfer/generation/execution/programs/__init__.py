@@ -24,6 +24,7 @@ from jaxinfer.generation.execution.programs import (
     prefill,
     ring,
     scatter_pages,
+    slice_pages,
 )
 from jaxinfer.streaming.config import LayerRange
 
@@ -50,4 +51,6 @@ def pass_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
 
 def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """The programs that change a decoder's state between passes, or copy pages from it."""
+    if layout.slice_pages:  # the host copies pages, where they are
+        return [*(file.spec(layout) for file in (admit, place_adapter)), *slice_pages.specs(layout)]
     return [file.spec(layout) for file in (admit, copy_pages, gather_pages, scatter_pages, place_adapter)]

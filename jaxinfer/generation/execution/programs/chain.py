@@ -252,7 +252,7 @@ class _Arguments:
         layout, layers = self.layout, _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
-        return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(layout, sizes)
+        return leaves, adapters, [layout.caches[layer] for layer in layers], *activations(layout, sizes)
 
     def leave(self, sizes: Leave) -> tuple[Any, ...]:
         layout, bitmask = self.layout, self.layout.bitmask(sizes.chunks + sizes.batch)
@@ -299,7 +299,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
                 Layer.of_kind(sizes, *kind) for sizes in passes(buckets, most) for kind in kinds
             ),
             donate=(2, 3),
-            out_shardings=lambda sizes: (None, [layout.state_shardings.caches[0]] * sizes.layers) if on_mesh else None,
+            out_shardings=lambda sizes: (None, layout.shardings_of(layout.caches[: sizes.layers])) if on_mesh else None,
             compiler_options=options,
         ),
         ProgramSpec(

@@ -240,7 +240,7 @@ class _ExpertArguments:
     def route(self, sizes: Route) -> tuple[Any, ...]:
         layout = self.layout
         adapters = None if layout.adapters is None else [layout.adapters[sizes.kind]]
-        caches = [layout.state.caches[sizes.kind]]
+        caches = [layout.caches[sizes.kind]]
         return layout.layer_leaves(sizes.kind), adapters, caches, *activations(layout, sizes)
 
     def experts(self, sizes: RunExperts) -> tuple[Any, ...]:
@@ -289,7 +289,7 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             program.of_kind(sizes, kind) for sizes in passes(buckets, most) for kind in kinds
         )
 
-    caches = [layout.state_shardings.caches[0]] if on_mesh else None
+    caches = layout.shardings_of(layout.caches[:1])
     return [
         ProgramSpec(
             sizes=Route,
