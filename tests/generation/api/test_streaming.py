@@ -180,6 +180,18 @@ def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
 
 
 @pytest.mark.slow
+def test_a_row_reads_what_chunks_of_its_step_have_written(deep):
+    """The second prompt is the first and one token, so it decodes in the step that computes the first."""
+    sizes = {"max_batch": 2, "token_budget": 64, "chunk_size": 8, "page_size": 8}
+    prompts = [list(range(32)), [*range(32), 7]]
+    want = generate(LLM(deep, **sizes), GREEDY, prompts)
+    sliced = LLM(deep, weights="disk", **sizes)
+    sliced.engine.executor.passes._buckets = dataclasses.replace(sliced.engine.executor.passes._buckets, chunks=(1,))
+    assert generate(sliced, GREEDY, prompts) == want
+    assert sliced.stats().cached_tokens == 32
+
+
+@pytest.mark.slow
 def test_auto_takes_the_first_that_fits(deep):
     whole = LLM(deep, weights="auto", **ONE)
     assert whole.placement is None
