@@ -224,7 +224,8 @@ class Reservation:
         """Reserve these bytes in place of those before: of all memories or, if one has too little, of none.
 
         Where too little is free, other owners lend: those first whose memory costs least (`Offer.cost`). If all of them
-        together offer too little, none gives anything.
+        together offer too little, none gives anything. If several owners ask at the same time, what one is given may go
+        to another. At least one of them has its bytes in the end, and one that is refused may have been given some.
 
         Args:
           sizes: bytes by budget and tenant; tenants with 0 bytes are left out.

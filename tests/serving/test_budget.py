@@ -1,5 +1,6 @@
 """The ledger of all memories: never more than there is, always clear who has it, and nothing of who is gone."""
 
+import functools
 import io
 import subprocess
 import sys
@@ -387,6 +388,26 @@ def test_threads_together_have_no_more_than_there_is():
         thread.join()
     assert len(refused) == 5
     assert budget.reserved == 90
+
+
+@pytest.mark.parametrize("other_asks", [10, 60])
+def test_of_two_that_ask_at_once_one_has_its_memory(other_asks):
+    """The other one asks when the first of two lenders has just given."""
+    budget, asks = Budget("a device", 100), [other_asks]
+    lenders, owners = [Reservation("LLM a"), Reservation("LLM b")], [Reservation("LLM c"), Reservation("LLM d")]
+
+    def give(lender, size):
+        lender.resize({})
+        if asks:
+            owners[1].resize({(budget, "weights"): asks.pop()})
+
+    for lender in lenders:
+        each = Lender(lambda lender=lender: Offer(sum(lender.sizes.values()), 1.0), functools.partial(give, lender))
+        lender.resize({(budget, "weights"): 50}, lenders={(budget, "weights"): each})
+    with pytest.raises(BudgetError, match="LLM d, weights"):
+        owners[0].resize({(budget, "weights"): 100})
+    assert budget.reserved == other_asks + (50 if other_asks == 10 else 0)
+    owners[0].resize({(budget, "weights"): 100 - other_asks})
 
 
 FORKED = """
