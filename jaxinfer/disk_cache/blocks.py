@@ -68,7 +68,7 @@ class BlockFolder:
         """Open a folder, which is made if it does not exist; each caller calls `close` in the end.
 
         Raises ValueError for a folder that has other files, or that another process has, and for a limit that is more
-        than its disk has free; OSError if it cannot be written.
+        than its disk has free, or in all if there are blocks; OSError if it cannot be written.
         """
         folder = folder.resolve()
         with _OPENING:
@@ -104,12 +104,20 @@ class BlockFolder:
         for status, name in sorted(trusted, key=lambda file: file[0].st_mtime):
             self._sizes[bytes.fromhex(name)] = status.st_size
             self._bytes += status.st_size
-        if self.max_bytes > (free := shutil.disk_usage(self.folder).free + self._bytes):
+        self._check_room()
+        self._make_room(0)
+
+    def _check_room(self) -> None:
+        """Raise ValueError if the disk has too little room; what others have filled since a first start is no error."""
+        disk = shutil.disk_usage(self.folder)
+        room = disk.free + self._bytes
+        if self.max_bytes > (disk.total if self._sizes else room):
             raise ValueError(
-                f"{decimal(free)} ({free} bytes) of its disk are free or have its blocks, and the limit is "
+                f"{decimal(room)} ({room} bytes) of its disk are free or have its blocks, and the limit is "
                 f"{self.max_bytes} bytes: lower it, or free space"
             )
-        self._make_room(0)
+        if self.max_bytes > room:
+            log.warning("%s: its disk has room for %d bytes of blocks, less than the limit.", self.folder, room)
 
     def __contains__(self, key: bytes) -> bool:
         with contextlib.suppress(KeyError):

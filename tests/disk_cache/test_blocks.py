@@ -202,3 +202,14 @@ def test_what_cannot_be_is_refused(tmp_path):
             open_folder(tmp_path / "kv", limit=1 << 60)
     with pytest.raises(OSError, match="Not a directory"):
         open_folder(tmp_path / "notes.txt" / "kv")
+
+
+def test_a_restart_goes_on_if_others_have_filled_the_disk(folder, monkeypatch, caplog):
+    put(folder, 0, 1)
+    disk = shutil.disk_usage(folder.folder)
+    monkeypatch.setattr(blocks.shutil, "disk_usage", lambda _: disk._replace(free=FILE))
+    later = reopened(folder)
+    assert kept(later) == [0, 1]
+    assert f"its disk has room for {3 * FILE} bytes of blocks, less than the limit" in caplog.text
+    with pytest.raises(ValueError, match="lower it, or free space"):
+        reopened(later, limit=disk.total + 1)
