@@ -199,8 +199,11 @@ class _Engine:
             name = f"{tier}_kv"
             yield self._counters_by("moved", f"{name}_pages", f"Pages of the KV cache to and from the {tier}.", pages)
             yield self._counters_by("moved", f"{name}_bytes", "Bytes of these pages.", sizes)
+            ends = {"front": kept.read_back - kept.from_back, "back": kept.from_back}
+            help = "Pages that came back, from the front of a prompt, or from its back while the front was computed."
+            yield self._counters_by("end", f"{name}_restored_pages", help, ends)
             yield self._counter(f"{name}_hits", f"Completions that got pages from the {tier}.", kept.hits)
-            yield self._counter(f"{name}_wait_seconds", "Seconds that they waited for these pages.", kept.waited)
+            yield self._counter(f"{name}_wait_seconds", "Seconds until they got these pages.", kept.waited)
         reasons = {reason.value: stats.ended.get(reason, 0) for reason in FinishReason}
         yield self._counters_by("reason", "completions_ended", "Completions that ended, by why.", reasons)
         if (requests := stats.requests) is not None:

@@ -94,13 +94,14 @@ def test_a_running_completion_counts(llm, output, monkeypatch):
 def test_pages_of_host_and_disk_count(llm, output, monkeypatch):
     _, without = scrape(metrics_of(llm))
     assert not [name for name, *_ in without if "host_kv" in name or "disk_kv" in name]
-    kept = TierStats(pages=7, num_pages=9, page_bytes=100, stored=8, read_back=4, hits=2, waited=0.5)
+    kept = TierStats(pages=7, num_pages=9, page_bytes=100, stored=8, read_back=4, from_back=1, hits=2, waited=0.5)
     stats = dataclasses.replace(llm.stats(), host_kv=kept, disk_kv=dataclasses.replace(kept, stored=9))
     monkeypatch.setattr(llm, "stats", lambda: stats)
     _, values = scrape(metrics_of(llm))
     assert values["jaxinfer_host_kv_pages_kept",] == 7
     assert values["jaxinfer_host_kv_pages_total", "stored"] == 8
     assert values["jaxinfer_host_kv_bytes_total", "read_back"] == 400
+    assert [values["jaxinfer_host_kv_restored_pages_total", end] for end in ("front", "back")] == [3, 1]
     assert values["jaxinfer_host_kv_hits_total",] == 2
     assert values["jaxinfer_host_kv_wait_seconds_total",] == 0.5
     assert values["jaxinfer_disk_kv_pages_total", "stored"] == 9

@@ -59,8 +59,7 @@ class VirtualExecutor:
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch; its output is the time at which it ends."""
-        pages = batch.num_restored_pages if batch.admissions else 0
-        seconds = self._times.seconds(batch) + pages * self._page_seconds
+        seconds = self._times.seconds(batch) + batch.num_restored_pages * self._page_seconds
         self._free = max(self._clock.now, self._free) + seconds
         return InFlightStep(batch, self._free, self._clock.now)
 

@@ -1,7 +1,6 @@
 """A host's pages of the prefix cache in a simulation: which there are, and how long they take, without content."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,7 +59,8 @@ class VirtualPages(HostPages):
         self._use(keys)
         self._free = max(self._clock.now, self._free) + self._times.read * len(keys)
         loaded = Loaded(_block(sum(self._moves(len(keys)))), len(keys))
-        return Load(tuple(keys), _Reading(self._clock, self._free, loaded), time.perf_counter())
+        reading = _Reading(self._clock, self._free, loaded)
+        return Load(tuple(keys), reading, self._clock.now, clock=self._clock)
 
 
 class _Reading(InterruptibleFuture[Loaded]):
@@ -73,8 +73,12 @@ class _Reading(InterruptibleFuture[Loaded]):
     def done(self) -> bool:
         return self._clock.now >= self._ends
 
+    def wait(self, seconds: float = np.inf) -> bool:
+        self._clock.wait(min(self._ends - self._clock.now, seconds))
+        return self.done()
+
     def result(self, seconds: float = np.inf) -> Loaded:
-        self._clock.wait(self._ends - self._clock.now)
+        self.wait()
         return self._loaded
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 from array import array
 from collections.abc import Hashable
+from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
-from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, Restored, StepOutput, Stored
+from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, PageBlock, Restored, StepOutput, Stored
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import Match, PagePool
 from jaxinfer.generation.engine.page_tier import Load
@@ -33,7 +34,8 @@ class Allocation:
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
       node: the last of these in the tree.
-      load: pages of its prefix on their way from a tier, while it waits; None: there are none.
+      load: pages on their way from a tier, while it waits, or computes what is before them; None: there are none.
+      meeting: how many tokens are before these pages, while it runs; else 0.
       row: its last row in a batch, which stays the same while its pages do; None before.
       min_in_flight: the fewest tokens that the steps in flight will add.
       max_in_flight: the most.
@@ -50,6 +52,7 @@ class Allocation:
     num_inserted_pages: int = 0
     node: Hashable = None
     load: Load | None = None
+    meeting: int = 0
     row: DecodeRow | None = None
     min_in_flight: int = 0
     max_in_flight: int = 0
@@ -58,7 +61,7 @@ class Allocation:
         """Forget all that it was given: it waits, and is computed from its first token."""
         self.slot, self.adapter_index, self.pages = -1, 0, NO_PAGES
         self.prefilling, self.num_prefilled_tokens = True, 0
-        self.num_inserted_pages, self.node, self.load = 0, None, None
+        self.num_inserted_pages, self.node, self.load, self.meeting = 0, None, None, 0
         self.min_in_flight = self.max_in_flight = 0
 
     @property
@@ -69,6 +72,14 @@ class Allocation:
     def num_computed_tokens(self) -> int:
         """Leading tokens whose keys and values are in the cache, as far as the host has seen, or on their way."""
         return self.num_prefilled_tokens if self.prefilling else len(self.sequence.token_ids) - 1
+
+    @property
+    def computable(self) -> int:
+        """Leading tokens that may be computed by now: all, or those before pages that come, unless these are late."""
+        load = self.load
+        if load is None or not self.meeting or (self.num_prefilled_tokens >= self.meeting and load.left <= 0):
+            return len(self.sequence.token_ids)
+        return self.meeting
 
     @property
     def max_remaining(self) -> int:
@@ -86,7 +97,6 @@ class _Pages(NamedTuple):
       node: the last shared page in the tree of cached prefixes.
       num_cached_tokens: leading tokens whose keys and values they have, after the copy.
       copy: the (source, target) page to copy, or None.
-      restored: those that come from a tier, or None.
     """
 
     pages: list[int]
@@ -94,7 +104,6 @@ class _Pages(NamedTuple):
     node: Hashable
     num_cached_tokens: int
     copy: tuple[int, int] | None = None
-    restored: Restored | None = None
 
 
 class Allocator:
@@ -105,6 +114,10 @@ class Allocator:
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
       restoring: brings pages to a tier that the cache forgets, and back; None: they are forgotten.
+
+    Attributes:
+      restored: the pages that come back from a tier in the step in preparation.
+      loading: the running sequence that computes what is before its pages from a tier; None: there is none.
     """
 
     def __init__(
@@ -117,6 +130,8 @@ class Allocator:
         self.config, self.pages, self.adapters, self.restoring = config, pages, adapters, restoring
         self._free_slots: list[int] = []
         self._written: set[int] = set()  # pages that the step in preparation writes
+        self.restored: list[Restored] = []
+        self.loading: Allocation | None = None
         self.reset()
 
     @property
@@ -126,6 +141,9 @@ class Allocator:
     def begin_step(self) -> None:
         """Forget the pages that the previous step writes: the next step reads after it."""
         self._written.clear()
+        self.restored = []
+        if self.restoring is not None:
+            self.restoring.awaited = None
 
     def admit(self, allocation: Allocation, *, spare: int, wait: bool = True) -> Admission | None:
         """Give a waiting sequence all that it needs to run; None if it has to wait.
@@ -148,6 +166,10 @@ class Allocator:
         allocation.pages = array("i", taken.pages)
         allocation.node, allocation.num_inserted_pages = taken.node, taken.num_shared
         allocation.num_prefilled_tokens = taken.num_cached_tokens
+        coming = 0
+        if (load := allocation.load) is not None:
+            allocation.meeting = (taken.num_shared + load.num_computed) * self.pages.page_size
+            coming, self.loading = len(load.keys) * self.pages.page_size, allocation
         whole = _needs_every_token(sequence)
         allocation.prefilling = whole or taken.num_cached_tokens < len(sequence.token_ids) - 1
         return Admission(
@@ -155,10 +177,9 @@ class Allocator:
             slot=allocation.slot,
             adapter_index=adapter_index,
             token_ids=list(sequence.token_ids),
-            num_cached_tokens=taken.num_cached_tokens,
+            num_cached_tokens=taken.num_cached_tokens + coming,
             decodes=not allocation.prefilling,
             copy=taken.copy,
-            restored=taken.restored,
         )
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
@@ -194,7 +215,7 @@ class Allocator:
         if self.restoring is not None and self._reuses(sequence):
             rest = sequence.token_ids[len(match.pages) * size :]
             load = allocation.load = self.restoring.begin(allocation.load, match.parent, rest)
-            if load is not None:
+            if load is not None and not load.num_computed:
                 if match.num_copied_tokens:
                     pages.release([match.copy_from])
                 if not wait and not load.result.done():
@@ -222,14 +243,44 @@ class Allocator:
         new = pages.allocate(pages.pages_for(len(tokens)))
         for index in range(count):
             node = pages.insert(node, tokens[index * size : (index + 1) * size], new[index])
-        self._written.update(new[:count])
+        self._bring_back(new[:count], block, first)
         return _Pages(
             pages=match.pages + new,
             num_shared=len(match.pages) + count,
             node=node,
             num_cached_tokens=(len(match.pages) + count) * size,
-            restored=None if block is None else restored(new[:count], block, first),
         )
+
+    def _bring_back(self, pages: Ordered[int], block: PageBlock | None, first: int) -> None:
+        """Have the step in preparation put a block's pages, from the first of them on, into these."""
+        if block is not None:
+            self._written.update(pages)
+            self.restored.append(restored(pages, block, first))
+
+    def meet(self, allocation: Allocation) -> None:
+        """Give the sequence that is loading its pages, if they have come and all before them is computed.
+
+        If they are late, it goes on to compute them, and gets those that it has not computed when they come.
+        """
+        load, size, count = allocation.load, self.pages.page_size, allocation.num_prefilled_tokens
+        if load is None or count < allocation.meeting:
+            return
+        assert self.restoring is not None
+        if not load.result.done():
+            self.restoring.awaited = load
+            return
+        first = count // size
+        rest = allocation.sequence.token_ids[first * size :]
+        block, at, pages = self.restoring.end(load, allocation.node, rest)
+        self._end_load(allocation)
+        self._bring_back(allocation.pages[first : first + pages], block, at)
+        allocation.num_prefilled_tokens = max(count, (first + pages) * size)
+        self.insert_prefix(allocation, allocation.num_prefilled_tokens, partial=False)
+
+    def _end_load(self, allocation: Allocation) -> None:
+        allocation.load, allocation.meeting = None, 0
+        if self.loading is allocation:
+            self.loading = None
 
     def missing_pages(self, allocation: Allocation, length: int) -> int:
         """Return how many pages the sequence lacks for this many tokens, or for as many as it can have."""
@@ -251,6 +302,8 @@ class Allocator:
         self._written.update(allocation.pages[start // size : (stop - 1) // size + 1])
         allocation.num_prefilled_tokens = stop
         allocation.prefilling = stop < len(allocation.sequence.token_ids)
+        if (load := allocation.load) is not None and stop >= allocation.meeting + len(load.keys) * size:
+            self._end_load(allocation)  # which came too late
         self.insert_prefix(allocation, stop, partial=not allocation.prefilling)
 
     def insert_prefix(self, allocation: Allocation, count: int, *, partial: bool) -> None:
@@ -280,6 +333,7 @@ class Allocator:
             self._unpin_adapter(allocation.sequence)
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
+        self._end_load(allocation)
 
     def take_stored(self) -> tuple[Stored, ...]:
         """Return the pages that the step in preparation is to bring to the host."""
@@ -315,6 +369,7 @@ class Allocator:
         """Take everything back, whatever state the records are in, and forget what the device holds."""
         self._free_slots = list(reversed(range(self.config.max_batch)))
         self._written.clear()
+        self.loading = None
         self.pages.reset()
         if self.adapters is not None:
             self.adapters.reset()

@@ -60,10 +60,9 @@ class Admission:
       slot: its place on the device while it runs.
       adapter_index: its LoRA adapter on the device, from 1; 0 is none.
       token_ids: its tokens so far.
-      num_cached_tokens: leading tokens whose keys and values the cache has.
+      num_cached_tokens: tokens whose keys and values the cache has, or that are on their way from a tier.
       decodes: whether only its last token still has to go through the model, so that it decodes at once.
       copy: the (source, target) page to copy before anything is written, or None.
-      restored: pages of its prefix that come from a tier, or None.
     """
 
     sequence: Sequence
@@ -73,7 +72,6 @@ class Admission:
     num_cached_tokens: int
     decodes: bool
     copy: tuple[int, int] | None = None
-    restored: Restored | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # neither frozen nor by keyword: a prompt has many
@@ -138,6 +136,7 @@ class Batch:
       admissions: sequences that have just got their slot.
       adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
       stored: pages to bring to the host before anything runs.
+      restored: pages that come from a tier before anything runs, for each sequence that gets some.
       chunks: chunks of prompts.
       rows: sequences that decode.
       passes: passes through the model; 1 if there are chunks.
@@ -150,6 +149,7 @@ class Batch:
     admissions: tuple[Admission, ...] = ()
     adapter_uploads: tuple[tuple[int, Adapter], ...] = ()
     stored: tuple[Stored, ...] = ()
+    restored: tuple[Restored, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
     passes: int = 1
@@ -166,7 +166,7 @@ class Batch:
         def join(field: str) -> tuple[Any, ...]:
             return tuple(part for lane in lanes for part in getattr(lane, field))
 
-        fields = "admissions", "adapter_uploads", "stored", "chunks", "rows", "failures"
+        fields = "admissions", "adapter_uploads", "stored", "restored", "chunks", "rows", "failures"
         joined = {field: join(field) for field in fields}
         return cls(
             **joined,
@@ -191,14 +191,9 @@ class Batch:
         return [admission.copy for admission in self.admissions if admission.copy is not None]
 
     @property
-    def restored(self) -> list[Restored]:
-        """Pages of a lane that come from a tier."""
-        return [admission.restored for admission in self.admissions if admission.restored is not None]
-
-    @property
     def num_restored_pages(self) -> int:
         """How many pages come from a tier, in all lanes."""
-        return sum([page >= 0 for lane in self.lanes for pages, _ in lane.restored for page in pages])
+        return sum([page >= 0 for pages, _ in self.restored for page in pages])
 
     @functools.cached_property
     def parts(self) -> tuple[Chunk | DecodeRow, ...]:

@@ -117,7 +117,7 @@ class DiskPages(PageTier):
         """Do nothing: pages that cannot be read are gone from the folder."""
 
     def admitted(self, load: Load, keys: Sequence[bytes]) -> None:
-        self._stats = self._stats.admitted(len(keys), load.waited)
+        self._stats = self._stats.admitted(load, len(keys))
 
     @property
     def stats(self) -> dict[str, TierStats]:

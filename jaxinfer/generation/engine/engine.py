@@ -21,7 +21,7 @@ from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_tier import PageTier
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.restoring import Restoring, store_pages
+from jaxinfer.generation.engine.restoring import Restoring, await_pages, store_pages
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
@@ -183,6 +183,8 @@ class Engine:
         self._fail(batch.failures)
         if batch:
             self._launch(batch)
+        elif not self._in_flight:
+            await_pages(self._restoring)
         self._collect(depth if batch else 0)
 
     def _fail(self, failures: Iterable[Failure]) -> None:

@@ -129,7 +129,7 @@ class HostPages(PageTier):
         self._empty += [self._rows.pop(key) for key in keys if key in self._rows]
 
     def admitted(self, load: Load, keys: Sequence[bytes]) -> None:
-        self._stats = self._stats.admitted(len(keys), load.waited)
+        self._stats = self._stats.admitted(load, len(keys))
 
     @property
     def stats(self) -> dict[str, TierStats]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,8 +28,9 @@ class TierStats:
       page_bytes: bytes of a page.
       stored: pages that were written.
       read_back: pages that came back to the devices.
+      from_back: those of them that came while what is before them was computed.
       hits: admitted completions that got pages from it.
-      waited: seconds that these waited for their pages.
+      waited: seconds from when they asked for their pages until they got them.
     """
 
     pages: int = 0
@@ -37,6 +38,7 @@ class TierStats:
     page_bytes: int = 0
     stored: int = 0
     read_back: int = 0
+    from_back: int = 0
     hits: int = 0
     waited: float = 0.0
 
@@ -50,10 +52,14 @@ class TierStats:
         """Bytes of the pages that came back to the devices."""
         return self.read_back * self.page_bytes
 
-    def admitted(self, pages: int, waited: float) -> "TierStats":
-        """Add a completion that got so many pages, for which it waited so many seconds; returns the sum."""
+    def admitted(self, load: "Load", pages: int) -> "TierStats":
+        """Add a completion that got so many pages of a load; returns the sum."""
         return dataclasses.replace(
-            self, read_back=self.read_back + pages, hits=self.hits + 1, waited=self.waited + waited
+            self,
+            read_back=self.read_back + pages,
+            from_back=self.from_back + (pages if load.num_computed else 0),
+            hits=self.hits + 1,
+            waited=self.waited + load.waited,
         )
 
     def __str__(self) -> str:
@@ -79,19 +85,30 @@ class Load(NamedTuple):
     Attributes:
       keys: their keys, in the order of the block.
       result: becomes their content.
-      began: when it was asked for, by `time.perf_counter`.
+      began: when it was asked for, by `clock`.
       from_disk: those that come from disk.
+      num_computed: how many pages before them the tier has, too, which are computed meanwhile.
+      until: when they are late, by `clock`.
+      clock: the time.
     """
 
     keys: tuple[bytes, ...]
     result: InterruptibleFuture[Loaded]
     began: float
     from_disk: frozenset[bytes] = frozenset()
+    num_computed: int = 0
+    until: float = math.inf
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def waited(self) -> float:
         """Seconds since it was asked for."""
-        return time.perf_counter() - self.began
+        return self.clock() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is late."""
+        return self.until - self.clock()
 
 
 class PageTier(Protocol):
@@ -134,7 +151,7 @@ class PageTier(Protocol):
         ...
 
     def admitted(self, load: Load, keys: Sequence[bytes]) -> None:
-        """Count an admitted completion that got these pages of a load."""
+        """Count a completion that got these pages of a load."""
         ...
 
     @property

@@ -1,7 +1,9 @@
-"""Pages of the prefix cache that come back from a tier: which, and whether that is faster than computing them."""
+"""Pages of the prefix cache that come back from a tier: which, while which others are computed."""
 
+import bisect
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -21,6 +23,10 @@ STORE_SECONDS = 5.0
 """Seconds that an engine without requests saves pages before it looks for new ones."""
 RETRY = 16
 """Restoring is tried again once in so many times that the record speaks against it."""
+BOTH_ENDS = 0.9
+"""Share of the time of the faster single way that both ends may take: they compute, which other requests wait for."""
+WAIT_SECONDS = 0.05
+"""Most seconds of one wait for pages, after which new requests are looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +39,15 @@ class Restoring:
       tier: keeps them, for all lanes.
       costs: the times of passes and of moves.
       chunk_size: tokens of a chunk of a prompt.
+
+    Attributes:
+      tier: as given.
+      awaited: pages that a sequence waits for, whose tokens before them are computed; None: none does.
     """
 
     def __init__(self, pool: PagePool, tier: PageTier, costs: PassCosts, chunk_size: int):
         self.tier, self._pool, self._costs, self._chunk_size = tier, pool, costs, chunk_size
+        self.awaited: Load | None = None
         self._refused = 0
         self._early: deque[Node] = deque(maxlen=pool.count)  # pages to move though nothing takes their place
 
@@ -69,7 +80,9 @@ class Restoring:
         self.tier.put([key for _, key in stored], blocks)
 
     def begin(self, load: Load | None, parent: Hashable, tokens: Sequence[int]) -> Load | None:
-        """Begin to read the pages of the tokens that follow a node; None if there are none, or computing is faster.
+        """Begin to read pages of the tokens that follow a node; None if there are none, or computing is faster.
+
+        The first of them may be left out, which are to be computed meanwhile (`Load.num_computed`).
 
         load: what this has returned before, which goes on if it has the next page.
         """
@@ -79,19 +92,48 @@ class Restoring:
         if load is not None and first in load.keys:
             return load
         kept = list(itertools.takewhile(self.tier.__contains__, itertools.chain([first], keys)))
-        return self.tier.get(kept) if kept and self._pays(kept, len(tokens)) else None
+        if not kept:
+            return None
+        computed, seconds = self._split(kept, len(tokens))
+        if computed == len(kept):
+            return None
+        load = self.tier.get(kept[computed:])
+        return load._replace(num_computed=computed, until=load.began + seconds)
 
-    def _pays(self, keys: Sequence[bytes], tokens: int) -> bool:
-        """Check whether restoring the first pages of these tokens saves time; unknown times count as if it did."""
-        moves, chunk = self.tier.reads(keys) + Counter({WRITE_PAGE: len(keys)}), self._costs.chunk_seconds()
+    def _split(self, keys: Sequence[bytes], tokens: int) -> tuple[int, float]:
+        """Choose how many of the first pages of these tokens to compute while the others are read.
+
+        All, none, or so many that both take about equally long, if that is faster (CacheFlow, arXiv:2604.25080). Also
+        returns the seconds after which the others are late: the record's, and a step more. Unknown times count as if
+        nothing were faster than reading all.
+        """
+        moves = self.tier.reads(keys) + Counter({WRITE_PAGE: len(keys)})
         costs = {name: cost for name in moves if (cost := self._costs.all.for_sizes(name)) is not None}
-        if chunk is None or sum(cost.weight >= TRIES for cost in costs.values()) < len(moves):
-            return True
-        rest = tokens - len(keys) * self._pool.page_size
-        saved = -(-tokens // self._chunk_size) - (-(-rest // self._chunk_size) if rest > 1 else 0)
-        pays = sum(count * costs[name].p50 for name, count in moves.items()) < saved * chunk
-        self._refused = 0 if pays else (self._refused + 1) % RETRY
-        return pays or not self._refused
+        step, size, chunk = self._costs.prefill_seconds(1), self._pool.page_size, self._chunk_size
+        if step is None or sum(cost.weight >= TRIES for cost in costs.values()) < len(moves):
+            return 0, math.inf
+
+        def compute(tokens: int) -> float:
+            return self._costs.prefill_seconds(-(-tokens // chunk)) or 0.0
+
+        def read(first: int) -> float:
+            return sum(count * costs[name].p50 for name, count in self.tier.reads(keys[first:]).items())
+
+        def seconds(first: int) -> float:
+            after = tokens - len(keys) * size
+            write = (len(keys) - first) * costs[WRITE_PAGE].p50
+            return max(compute(first * size), read(first)) + write + (compute(after) if after > 1 else 0.0)
+
+        ways = {0: seconds(0), len(keys): compute(tokens)}
+        best = min(ways, key=lambda first: ways[first])
+        splits = range(chunk, len(keys) * size, chunk)  # whole chunks of tokens
+        meet = bisect.bisect_left(splits, True, key=lambda split: compute(split) >= read(split // size))
+        both = [first for split in splits[max(meet - 1, 0) : meet + 1] if (first := split // size)]
+        best = min([best, *both], key=lambda first: ways[best] if first == best else seconds(first) / BOTH_ENDS)
+        self._refused = 0 if best < len(keys) else (self._refused + 1) % RETRY
+        if best == len(keys) and not self._refused:
+            best = 0
+        return best, read(best) + step
 
     def end(self, load: Load, parent: Hashable, tokens: Sequence[int]) -> tuple[PageBlock | None, int, int]:
         """Wait for a load; returns its block, where in it the pages that follow a node begin, and how many these are.
@@ -130,6 +172,12 @@ def store_pages(
             break
         for lane, part, blocks in zip(lanes, batch.lanes, read(batch), strict=True):
             lane.store(part.stored, blocks)
+
+
+def await_pages(lanes: Sequence[Restoring]) -> None:
+    """Wait for pages that a sequence of a lane needs, for a short while: no step has anything else to do."""
+    if load := next((lane.awaited for lane in lanes if lane.awaited is not None), None):
+        load.result.wait(min(load.left, WAIT_SECONDS))
 
 
 def restored(pages: Sequence[int], block: PageBlock, first: int) -> Restored:

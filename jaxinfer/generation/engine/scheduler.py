@@ -182,9 +182,11 @@ class DecoderScheduler:
         self.allocator.begin_step()
         preempted = self.preemptions
         step = PreparedStep(decoding=self._decoding())
+        if self.allocator.loading is not None:  # here: nothing gives way any more
+            self.allocator.meet(self.allocator.loading)
         room = self._chunk_room()
-        while self.running.prefilling and len(step.chunks) < room:
-            step.chunks += self._chunks(self.running.prefilling[0], room - len(step.chunks))
+        for allocation in self.running.prefilling[: room + 1]:  # one of which may wait for its pages
+            step.chunks += self._chunks(allocation, room - len(step.chunks))
         while self.preemptions == preempted and len(step.chunks) < room:
             match self._admit_next(wait=wait, adapters_before=adapters_before):
                 case None:
@@ -196,6 +198,8 @@ class DecoderScheduler:
                     allocation = self._unfinished.allocations[admission.sequence]
                     if admission.decodes:
                         step.decoding.append(allocation)
+                    if allocation.load is not None:  # so it has fewer chunks than it seemed to have
+                        room = min(room, self._chunk_room(len(step.chunks)))
                     step.chunks += self._chunks(allocation, room - len(step.chunks))
         return step
 
@@ -224,6 +228,7 @@ class DecoderScheduler:
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if runs else (),
             stored=self.allocator.take_stored() if runs and keeps else (),
+            restored=tuple(self.allocator.restored),
             chunks=tuple(step.chunks),
             rows=tuple([self._row(allocation, speculative) for allocation in step.decoding]),
             passes=passes,
@@ -257,12 +262,12 @@ class DecoderScheduler:
                 decoding.append(allocation)
         return decoding
 
-    def _chunk_room(self) -> int:
-        """Return how many chunks the step takes, so that their program is well filled."""
-        count, most = 0, self._buckets.chunks[-1]
-        admissible = itertools.islice(self.waiting, self.allocator.free_slots)
+    def _chunk_room(self, count: int = 0) -> int:
+        """Return how many chunks the step takes, so that their program is well filled; it has `count` already."""
+        most, allocator = self._buckets.chunks[-1], self.allocator
+        admissible = () if allocator.loading else itertools.islice(self.waiting, allocator.free_slots)
         for allocation in itertools.chain(self.running.prefilling, admissible):
-            rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
+            rest = allocation.computable - allocation.num_prefilled_tokens
             count += -(-rest // self.config.chunk_size)
             if count >= most:
                 break
@@ -270,10 +275,10 @@ class DecoderScheduler:
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
         """Take the next chunks of a prompt, at most `room`."""
-        if not allocation.prefilling or room <= 0:
-            return []
         sequence, size, first = allocation.sequence, self.config.chunk_size, allocation.num_prefilled_tokens
-        stop = min(first + room * size, len(sequence.token_ids))
+        stop = min(first + room * size, allocation.computable)
+        if not allocation.prefilling or stop <= first:
+            return []
         self.allocator.prefill(allocation, stop - first)
         slot, pages = allocation.slot, allocation.pages
         chunks = [Chunk(sequence, slot, start, size, False, pages) for start in range(first, stop, size)]
@@ -286,9 +291,9 @@ class DecoderScheduler:
         return chunks
 
     def _admit_next(self, *, wait: bool, adapters_before: tuple[int, int] | None) -> Admission | Failure | None:
-        """Admit the first waiting sequence; None if it has to wait, or none waits."""
+        """Admit the first waiting sequence; None if it has to wait, as for pages that it may share, or none waits."""
         allocation = self.waiting.first
-        if allocation is None or not self.allocator.free_slots or allocation.max_in_flight:
+        if allocation is None or not self.allocator.free_slots or allocation.max_in_flight or self.allocator.loading:
             return None
         if adapters_before is not None and allocation.sequence.params.adapter and allocation.order > adapters_before:
             return None
@@ -429,6 +434,8 @@ class DecoderScheduler:
         assert not any(a.pages or a.running for a in self.waiting)
         assert all(a.running for a in self.running)
         assert not any(a.sequence.finished for a in queued)
+        assert [a for a in self.running if a.load] == [a for a in [self.allocator.loading] if a]
+        assert not any(a.load for a in self.running.decoding)
         assert {a.sequence: a for a in queued} == self._unfinished.allocations
         assert len(queued) == len(self._unfinished.allocations)
         self._unfinished.check_integrity()

@@ -104,6 +104,16 @@ class PassCosts:
         name = PREFILL if self._name == DECODE else self._name
         return min((s / n for n in self._chunks if (s := self.all.mean(name, chunks=n)) is not None), default=None)
 
+    def prefill_seconds(self, chunks: int) -> float | None:
+        """The seconds of so many chunks of a prompt, in as many steps as they take; None if no size is known."""
+        name = PREFILL if self._name == DECODE else self._name
+        known = {n: seconds for n in self._chunks if (seconds := self.all.mean(name, chunks=n)) is not None}
+        if not known:
+            return None
+        best = min(known, key=lambda size: known[size] / size)
+        full, rest = divmod(chunks, best)
+        return full * known[best] + min(-(-rest // size) * seconds for size, seconds in known.items())
+
     def micro_batches(self, rows: int) -> int:
         """Return in how many micro-batches rows go through the stages of a pipeline the fastest.
 

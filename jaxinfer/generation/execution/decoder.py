@@ -204,7 +204,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
         seconds = self._seconds(step)
-        if restored := step.batch.num_restored_pages if step.batch.admissions else 0:
+        if restored := step.batch.num_restored_pages if step.batch.restored else 0:
             self._record_restored(results[0], seconds, restored, late=late)
         else:
             self._record(results[0], outputs[0], seconds, at_most=late)

@@ -81,7 +81,7 @@ class Packer:
         if count := max(map(len, copies)):
             count = round_up(count, self.buckets.admissions)
             commands.append(Command(CopyPages(count=count), _join([self._copies(lane, count) for lane in copies])))
-        if batch.admissions:
+        if batch.restored:
             for restored in itertools.zip_longest(*[lane.restored for lane in batch.lanes]):
                 commands += self._scatters(restored)
         if count := max(map(len, admissions)):

@@ -13,10 +13,13 @@ from jaxinfer.evaluation.generation.virtual_pages import TierTimes
 from jaxinfer.evaluation.serving.figures import Objective, summarise
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow
 from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.host_pages import READ_PAGE
+from jaxinfer.generation.engine.restoring import TRIES, WRITE_PAGE
 from jaxinfer.generation.execution.plan import Plan, Way
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.sharding.planner import Catalogue, Runner, Tokens, Ways
 from jaxinfer.sharding.planner.search import FORMATS
+from jaxinfer.sizes import round_up
 
 CONFIG = EngineConfig(max_batch=4, context=64, page_size=8, token_budget=32, chunk_size=16, max_decode_passes=4)
 PLAN = Plan(way=Way.WHOLE, buckets=buckets_of(CONFIG, "cpu"), num_pages=32)
@@ -88,6 +91,52 @@ def test_pages_come_back_from_the_host():
     assert third.events[0] == pytest.approx(4.0 + 4 * 0.1 + 4 * 0.02 + 0.010)
     with pytest.raises(ValueError, match="no page that came back from the host"):
         TierTimes.from_costs(CostTable({}))
+
+
+LONG = EngineConfig(max_batch=1, context=1040, page_size=16, max_decode_passes=1)  # 32 chunks, of which a step has 16
+STEPS = {1: 1.2, 4: 4.4, 16: 16.0}
+"""Seconds of steps by their chunks."""
+
+
+def again(page_seconds, recorded=None):
+    """The seconds to the first token of a prompt of 64 pages that only the host has.
+
+    recorded: seconds of a page in the record of costs; None: it knows none, and so all pages are copied.
+    """
+    buckets = dataclasses.replace(buckets_of(LONG, "cpu"), moves=(16,))
+    plan = Plan(way=Way.WHOLE, buckets=buckets, num_pages=66, host_pages=200)
+
+    class Steps:
+        def seconds(self, batch):
+            return STEPS[round_up(len(batch.chunks), tuple(STEPS))] if batch.chunks else 0.1
+
+    known = {("prefill", (("chunks", n), ("batch", 0))): seconds for n, seconds in STEPS.items()}
+    record = Costs()
+    if recorded is not None:
+        for key, seconds in (known | {(READ_PAGE, ()): recorded, (WRITE_PAGE, ()): 1e-3}).items():
+            record.replace(*key, [seconds] * TRIES)
+    tier = TierTimes(read=page_seconds, write=1e-3)
+    loads = [request(at, prompt=1025, output_tokens=1, first=1 + first) for at, first in ((0.0, 0), (1e4, 5), (2e4, 0))]
+    done = simulate(loads, LONG, plan, Steps(), costs=record, platform="cpu", tier=tier)
+    return done.records[2].events[0] - 2e4
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0])
+def test_a_prompt_from_both_ends_is_as_fast_as_the_better_single_way(ratio):
+    """ratio: of the seconds of copying a page to those of computing it."""
+    page = ratio * 32 / 64
+    copied, computed, both = again(page), again(1e4, recorded=1e4), again(page, recorded=page)
+    assert computed == pytest.approx(2 * 16)
+    best = min(copied, computed)
+    assert both <= 1.001 * best
+    if 0.5 <= ratio <= 2.0:
+        assert both < 0.8 * best
+
+
+@pytest.mark.parametrize("wrong", [0.25, 4.0])
+def test_a_wrong_record_costs_little(wrong):
+    """Copying takes as long as computing, and by the record a quarter of that, or four times as long."""
+    assert again(0.5, recorded=0.5 * wrong) < 1.2 * again(0.5)
 
 
 def test_what_could_never_run_is_refused():

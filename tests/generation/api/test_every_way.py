@@ -150,15 +150,21 @@ def test_an_interrupt(ways, way, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["host", "disk", "both ends"])
 @pytest.mark.parametrize("way", [*WAYS, "lanes in stages", "bfloat16"])
 def test_pages_come_back(ways, way, tier, tmp_path):
-    """With few pages on the devices, of which each keeps its own part; from disk also to another engine."""
+    """With few pages on the devices, of which each keeps its own part; from disk also to another engine.
+
+    With both ends, the first half of the host's pages is computed while the second half comes.
+    """
+    both_ends, tier = tier == "both ends", tier.replace("both ends", "host")
     tiers = {"host": {"host_kv": 1 << 20}, "disk": {"disk_kv": tmp_path / "kv", "disk_kv_limit": 1 << 20}}
     options = (WAYS | RARE_WAYS)[way] | {"cache_bytes": 9 * ways[way].memory.page_bytes, **tiers[tier]}
     for times in (2, 1) if tier == "disk" else (2,):
         with few_programs():
             llm = ways.make(**options)
+        for restoring in llm.engine._restoring if both_ends else ():
+            restoring._split = lambda keys, tokens: (len(keys) // 2, 60.0)
         for feature in (more_or_fewer_than_slots, long_prompts, options_of_sampling, adapters, beams):
             for _ in range(times):
                 assert feature(llm) == ways.expected(way, feature)
@@ -167,6 +173,7 @@ def test_pages_come_back(ways, way, tier, tmp_path):
         kept = getattr(stats, f"{tier}_kv")
         assert kept.hits > 3
         assert kept.read_back > 10
+        assert not both_ends or kept.from_back > 3
         assert stats.compile_misses == 0
         llm.close()
     assert tier == "host" or kept.stored < kept.pages  # the first engine had written most

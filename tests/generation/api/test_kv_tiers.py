@@ -199,24 +199,104 @@ def test_others_go_on_while_pages_come(llm, expected, monkeypatch, end):
     assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
 
 
-@pytest.mark.parametrize(("read", "write", "pays"), [(0.1, 0.1, True), (0.3, 0.3, False)])
-def test_pages_come_back_if_that_is_faster(llm, expected, monkeypatch, read, write, pays):
-    """A chunk of two pages takes a second, and four of five pages save two of the three chunks."""
-    prefill = ("prefill", (("chunks", 1), ("batch", 4), ("pages", 8)))
-    record = Costs()
-    for key, seconds in {prefill: 1.0, (READ_PAGE, ()): read, (WRITE_PAGE, ()): write}.items():
-        record.replace(*key, [seconds] * TRIES)
-    costs = PassCosts(record, 0, chunks=(1,))
-    monkeypatch.setattr(llm.engine.scheduler.allocator.restoring, "_costs", costs)
+@pytest.fixture
+def set_costs(llm, monkeypatch):
+    """Sets the seconds of a chunk of two pages, and of reading and writing a page, in the record of costs."""
+
+    def set_seconds(chunk, read, write):
+        record, prefill = Costs(), ("prefill", (("chunks", 1), ("batch", 4), ("pages", 8)))
+        for key, seconds in {prefill: chunk, (READ_PAGE, ()): read, (WRITE_PAGE, ()): write}.items():
+            record.replace(*key, [seconds] * TRIES)
+        costs = PassCosts(record, 0, chunks=(1,))
+        monkeypatch.setattr(llm.engine.scheduler.allocator.restoring, "_costs", costs)
+
+    return set_seconds
+
+
+@pytest.mark.parametrize(("seconds", "pages", "from_back"), [(0.1, 4, 0), (0.3, 2, 2), (0.9, 0, 0)])
+def test_pages_come_back_if_that_is_faster(llm, expected, set_costs, seconds, pages, from_back):
+    """Four of five pages save two of three chunks, which take a second each."""
+    set_costs(1.0, seconds, seconds)
     tokens(llm, [PROMPTS[0]])
     forget(llm)
     work = Work(llm)
     assert tokens(llm, [PROMPTS[0]]) == expected[10][0]
-    assert (work.read_back > 0) == pays
-    for _ in range(0 if pays else RETRY):  # once in a while it is tried again
+    assert (work.read_back, work.from_back) == (pages, from_back)
+    assert work.cached_tokens == 8 * pages
+    for _ in range(0 if pages else RETRY):  # once in a while it is tried again
         llm.engine.scheduler.pages.clear()
         tokens(llm, [PROMPTS[0]])
     assert work.hits == 1
+
+
+def content_of(llm, prompt):
+    """The keys and values of a prompt's full pages on the devices."""
+    match = llm.engine.scheduler.pages.match(("root", None), prompt)
+    llm.engine.scheduler.pages.release(match.pages + [match.copy_from] * (match.num_copied_tokens > 0))
+    return [np.asarray(x)[match.pages] for layer in llm.engine.executor.state.arrays.caches for x in (layer.k, layer.v)]
+
+
+@pytest.mark.parametrize("case", ["in time", "late", "too late", "fails", "abort", "gives way", "step fails"])
+def test_a_prompt_comes_from_both_ends(llm, set_costs, monkeypatch, case):
+    """The first two of its pages are computed, the next four come, and one more is computed."""
+    prompt, brief = PROMPTS[0] + PROMPTS[1][:16], dataclasses.replace(GREEDY, max_tokens=4)
+    (wanted,), content = tokens(llm, [prompt], brief), content_of(llm, prompt)
+    forget(llm)
+    work, read, may_read = Work(llm), HostPages._read, threading.Event()
+
+    def wait(*arguments):
+        may_read.wait(60)
+        if case == "fails":
+            raise OSError("damaged")
+        return read(*arguments)
+
+    monkeypatch.setattr(HostPages, "_read", wait)
+    set_costs(*([1e-9] * 3 if "late" in case else [100.0] * 3))
+    set_split(llm, monkeypatch, 2)
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    other, first, last = (
+        engine.prepare(tokens, params).sequences()[0]
+        for tokens, params in ((PROMPTS[5][:8], LONG), (prompt, brief), (prompt, brief))
+    )
+    engine.add([other])
+    engine.step()
+    engine.add([first, last])
+    for _ in range({"late": 2, "too late": 3}.get(case, 6)):
+        engine.step()
+        scheduler.check_integrity()
+    allocation = scheduler.allocation(first)
+    assert allocation.running
+    assert (allocation.load is None) == (case == "too late")
+    if case not in ("late", "too late"):
+        assert allocation.num_prefilled_tokens == 16
+        assert other.num_output_tokens > 1
+        assert scheduler.waits(last)  # to share its pages
+    if case == "abort":
+        engine.abort(first.request_id)
+    elif case == "gives way":
+        scheduler._preempt(allocation)
+    elif case == "step fails":
+        fail_one_launch(engine.executor, pytest.MonkeyPatch())
+    may_read.set()
+    if case == "late":
+        allocation.load.result.wait(60)
+    while not (other.finished and first.finished and last.finished):
+        engine.step()
+        scheduler.check_integrity()
+    engine.drain()
+    assert list(last.token_ids[56:]) == wanted
+    assert list(first.token_ids[56:]) == ([] if case == "abort" else wanted)
+    come = {"in time": 4, "late": 2, "abort": 2, "gives way": 2, "step fails": 4}  # some found two pages more
+    assert work.from_back == come.get(case, 0)
+    for found, expected in zip(content_of(llm, prompt), content, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def set_split(llm, monkeypatch, first):
+    """Have so many of the first pages be computed while the others come; the record says when they are late."""
+    restoring = llm.engine.scheduler.allocator.restoring
+    split = restoring._split
+    monkeypatch.setattr(restoring, "_split", lambda keys, tokens: (first, split(keys, tokens)[1]))
 
 
 def stored_by_drain(llm, prompt):

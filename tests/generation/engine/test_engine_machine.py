@@ -198,14 +198,17 @@ def engines(model_dir, tmp_path_factory, full_disk):
         made[False].executor.device.cache = made[True].executor.programs
         return made
 
-    hosted = pair(SMALL_CONFIG, host_pages=12)
-    for engine in hosted.values():
+    hosted, from_both_ends = pair(SMALL_CONFIG, host_pages=12), pair(SMALL_CONFIG, host_pages=12)
+    for engine in (*hosted.values(), *from_both_ends.values()):
         engine.page_tier._read = slow_and_failing(engine.page_tier._read)
+    for engine in from_both_ends.values():
+        split_at_random(engine.scheduler.allocator.restoring)
     disks = {name: BadDisk(tmp_path_factory.mktemp(name) / "kv", max_bytes=MAX_BYTES) for name in ("disk", "both")}
     return {
         "plain": pair(SMALL_CONFIG),
         "speculative": pair(speculative),
         "host": hosted,
+        "both ends": from_both_ends,
         "disk": pair(SMALL_CONFIG, disk_kv=disks["disk"]),
         "both": pair(SMALL_CONFIG, host_pages=6, disk_kv=disks["both"]),
     }
@@ -254,6 +257,16 @@ def slow_and_failing(read):
     return read_sometimes
 
 
+def split_at_random(restoring):
+    """Have any number of the first pages be computed while the others come, which are late at any time."""
+    rng = np.random.default_rng(0)
+
+    def split(keys, tokens):
+        return int(rng.integers(len(keys) + 1)), float(rng.choice([0.0, 0.001, 1.0]))
+
+    restoring._split = split
+
+
 @pytest.fixture(scope="module")
 def alone(engines, model_dir):
     """Another engine without speculation, which need not compile its programs again."""
@@ -286,9 +299,11 @@ def run(engines, alone, *, examples, steps, derandomize):
             tier.check_integrity()
             kept = engine.stats().host_kv, engine.stats().disk_kv
             assert all(stats is None or stats.read_back > 0 for stats in kept)
+            if engine.scheduler.allocator.restoring._split.__name__ == "split":
+                assert kept[0].from_back > 0
 
 
-NAMES = ["plain", "speculative", "host", "disk", "both"]
+NAMES = ["plain", "speculative", "host", "both ends", "disk", "both"]
 
 
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
