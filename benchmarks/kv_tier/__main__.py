@@ -5,14 +5,16 @@
 `resume` times the next token of a preempted sequence whose pages were overwritten, restored and computed again. `chat`
 times the first tokens of sessions that take turns, of which the device has room for a quarter. `idle` compares the
 throughput on prompts that never come again. `restart` times the next turn of sessions of a process that was killed,
-from disk and computed again. `sliced` streams the model from disk, with four times the rows that the device has pages
-for. All run a model of 246M random weights. The JSON is rewritten after every part.
+from disk and computed again. `both_ends` times a prompt whose copies are slowed: copied, computed, and from both ends.
+`sliced` streams the model from disk, with four times the rows that the device has pages for. All run a model of 246M
+random weights. The JSON is rewritten after every part.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kv_tier.both_ends import both_ends
 from benchmarks.kv_tier.chat import chat
 from benchmarks.kv_tier.idle import idle
 from benchmarks.kv_tier.restart import restart
@@ -28,6 +30,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "chat": chat,
     "idle": idle,
     "restart": restart,
+    "both_ends": both_ends,
     "sliced": sliced,
 }
 read_parts = parts_reader(PARTS)

@@ -17,7 +17,7 @@ def test_the_model_is_what_the_figures_say():
 
 def test_parts_are_known_by_name():
     assert read_parts("chat,idle") == ["chat", "idle"]
-    assert list(PARTS) == ["resume", "chat", "idle", "restart", "sliced"]
+    assert list(PARTS) == ["resume", "chat", "idle", "restart", "both_ends", "sliced"]
 
 
 @pytest.mark.slow
@@ -37,6 +37,25 @@ def test_sessions_go_on_after_a_kill(tmp_path):
     restart(Checks(), Settings(quick=True, folder=tmp_path))
     assert found["restart_tokens_equal"] == (1, "")
     assert found["resume_after_restart_gain"][1] == ""
+
+
+@pytest.mark.slow
+def test_all_ways_of_a_slow_tier_give_the_same_token(tmp_path):
+    from benchmarks.kv_tier.both_ends import RATIOS, both_ends
+
+    rows, found = [], {}
+
+    class Checks:
+        def row(self, **fields):
+            rows.append(fields)
+
+        def check(self, name, value, *_, **__):
+            found[name] = value
+
+    both_ends(Checks(), Settings(quick=True, folder=tmp_path))
+    assert [row["ratio"] for row in rows] == list(RATIOS)
+    assert all(row["equal"] for row in rows)
+    assert found["both_ends_vs_best"] > 0
 
 
 @pytest.mark.slow
