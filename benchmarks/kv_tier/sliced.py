@@ -10,7 +10,7 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 
 ROWS, TIMES = 8, 4
 """Rows that the device's pages hold, and how many times as many run with the cache on the host."""
-PROMPT = OUTPUT = 64
+PROMPT, OUTPUT = 32, 96
 PAGES = -(-(PROMPT + OUTPUT) // PAGE)
 
 
