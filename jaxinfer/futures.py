@@ -122,14 +122,19 @@ class DaemonThreads:
 
     Attributes:
       running: the futures of calls that run.
+      threads: the threads.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self.running: set[InterruptibleFuture[Any]] = set()
         self._waiting: queue.SimpleQueue[InterruptibleFuture[Any] | None] = queue.SimpleQueue()
-        for number in range(count):
-            serving = self._waiting, self.running
-            threading.Thread(target=_serve, args=serving, name=f"{name}-{number}", daemon=True).start()
+        serving = self._waiting, self.running
+        self.threads = [
+            threading.Thread(target=_serve, args=serving, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
         self._end = weakref.finalize(self, _end, self._waiting, count)
         self._end.atexit = False
 

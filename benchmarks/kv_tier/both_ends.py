@@ -68,13 +68,18 @@ class Slowed:
     def _read_slowly(self, *arguments: Any) -> Any:
         start = time.perf_counter()
         loaded = self._read(*arguments)
-        time.sleep(max(0.0, loaded.num_pages * self._page_seconds - (time.perf_counter() - start)))
+        if self._page_seconds:
+            time.sleep(max(0.0, loaded.num_pages * self._page_seconds - (time.perf_counter() - start)))
+            self._note()  # what was recorded is the copy alone
         return loaded
 
     def slow_down(self, seconds: float) -> None:
         """Have each page take so long, also in the record of costs."""
         self._page_seconds = seconds
-        self._llm.engine.executor.costs.replace(READ_PAGE, (), [seconds] * TRIES)
+        self._note()
+
+    def _note(self) -> None:
+        self._llm.engine.executor.costs.replace(READ_PAGE, (), [self._page_seconds] * TRIES)
 
     @property
     def stats(self) -> Any:

@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxinfer.compiled import Costs
 from jaxinfer.disk_cache.blocks import BlockFolder
-from jaxinfer.futures import DaemonThreads, InterruptibleFuture
+from jaxinfer.futures import InterruptibleFuture
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.page_tier import (
+    CLOSE_SECONDS,
     MAX_WRITES,
     Load,
     Loaded,
@@ -22,13 +23,12 @@ from jaxinfer.generation.engine.page_tier import (
     arrays_of,
     bytes_of_page,
     empty_block,
+    make_worker,
     places_of,
 )
 
 READ_PAGE_FROM_DISK = "read_page_from_disk"
 """The name of reading a page from disk into a block, in the record of costs."""
-CLOSE_SECONDS = 10.0
-"""Seconds that `close` waits for a disk."""
 
 
 class DiskPages(PageTier):
@@ -48,7 +48,7 @@ class DiskPages(PageTier):
         self.blocks, self._page, self._buckets, self._costs = blocks, page, buckets, costs
         self._page_bytes = bytes_of_page(page)
         self._room = MAX_WRITES * buckets.moves[-1]
-        self._worker = DaemonThreads(1, "jaxinfer-disk-pages")
+        self._worker = make_worker("disk-pages")
         self._writing: set[bytes] = set()  # pages that wait to be written
         self._writes: deque[tuple[InterruptibleFuture[None], int]] = deque()  # and the sizes of their blocks
         self._stored = 0  # which the worker counts
@@ -135,6 +135,7 @@ class DiskPages(PageTier):
 
     def close(self) -> None:
         self._settled().wait(CLOSE_SECONDS)
+        self._worker.close()
         self.blocks.close()
 
     def _settled(self) -> InterruptibleFuture[None]:

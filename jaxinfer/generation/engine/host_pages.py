@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned, aligned_buffer
 from jaxinfer.compiled import Costs
-from jaxinfer.futures import DaemonThreads, InterruptibleFuture
+from jaxinfer.futures import InterruptibleFuture
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.page_tier import (
@@ -23,6 +23,7 @@ from jaxinfer.generation.engine.page_tier import (
     arrays_of,
     bytes_of_page,
     empty_block,
+    make_worker,
     parts_of,
     places_of,
 )
@@ -50,7 +51,7 @@ class HostPages(PageTier):
     def __init__(self, count: int, page: PageBlock, buckets: Buckets, costs: Costs):
         self.count, self._page, self._buckets, self._costs = count, page, buckets, costs
         self.page_bytes = bytes_of_page(page)
-        self._worker = DaemonThreads(1, "jaxinfer-host-pages")
+        self._worker = make_worker("host-pages")
         self._writes: deque[InterruptibleFuture[None]] = deque()
         self._stats = TierStats(num_pages=count, page_bytes=self.page_bytes)
         self.free_memory()
@@ -141,6 +142,7 @@ class HostPages(PageTier):
 
     def close(self) -> None:
         self.settle()
+        self._worker.close()
 
     def _allocate(self) -> list[np.ndarray]:
         """Memory for all pages, a row for each; the system takes it as it is written."""

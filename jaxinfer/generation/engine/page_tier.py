@@ -11,11 +11,14 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxinfer.checkpoints.host_memory import aligned_buffer
-from jaxinfer.futures import InterruptibleFuture
+from jaxinfer.compiled import close_at_exit
+from jaxinfer.futures import DaemonThreads, InterruptibleFuture
 from jaxinfer.generation.engine.batch import PageBlock
 
 MAX_WRITES = 8
 """Blocks of the largest size that may wait to be written to a tier, which take memory."""
+CLOSE_SECONDS = 10.0
+"""Seconds that the end of a tier, or of the process, waits for its worker."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,17 @@ class PageTier(Protocol):
     def close(self) -> None:
         """Settle, and let others have what only one may have at a time."""
         ...
+
+
+def make_worker(name: str) -> DaemonThreads:
+    """Make a tier's thread.
+
+    The process waits at its end for the copy that it makes: JAX's code, interrupted there, would crash the process.
+    """
+    worker = DaemonThreads(1, f"jaxinfer-{name}")
+    for thread in worker.threads:
+        close_at_exit(thread, lambda thread: thread.join(CLOSE_SECONDS))
+    return worker
 
 
 def bytes_of_page(page: PageBlock) -> int:
