@@ -28,6 +28,7 @@ _Templates = str | dict[str, str] | list[dict[str, str]] | None
 
 _OWN_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field with a model's reasoning
+_MEDIA = ("image", "video", "audio")  # in the type or in a field of a part of a message
 _END = "END_OF_THE_LAST_MESSAGE "  # ends in a blank, which is missing where a template trims a message
 
 
@@ -151,6 +152,17 @@ def check_messages(messages: object) -> Messages:
         if not isinstance(message.get("role"), str):
             raise ValueError(f'messages[{index}] must have a role, such as "user", got {shown(message)}.')
     return copied
+
+
+def require_text(messages: Messages) -> None:
+    """Raise ValueError for a part of a message that is no text, which a template may drop or write as a mark."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else []
+        for place, part in enumerate(parts):
+            named = [part.get("type"), *part] if isinstance(part, dict) else []
+            if any(medium in str(name) for name in named for medium in _MEDIA):
+                raise ValueError(f"messages[{index}].content[{place}] is {shown(part)}; models here take text alone.")
 
 
 def check_options(options: ChatOptions) -> ChatOptions:

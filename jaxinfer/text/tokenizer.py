@@ -8,7 +8,7 @@ import tokenizers
 from jaxinfer.checkpoints import read_file
 from jaxinfer.models.files.description import TruncationSide
 from jaxinfer.sandbox.templates import render
-from jaxinfer.text.chat_template import ChatOptions, ChatTemplates, Messages, Renderer
+from jaxinfer.text.chat_template import ChatOptions, ChatTemplates, Messages, Renderer, check_messages, require_text
 
 TOKENIZER = "tokenizer.json"
 PIECE = 2**20
@@ -142,5 +142,6 @@ class Tokenizer:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Messages, *, renderer: Renderer = render, **options: Unpack[ChatOptions]) -> list[int]:
-        """Encode a conversation, by `ChatTemplates.render`."""
+        """Encode a conversation, by `ChatTemplates.render`. Raises ValueError for an image in it, too."""
+        require_text(check_messages(messages))
         return self.encode_word(self.chat_templates.render(messages, renderer=renderer, **options))

@@ -33,7 +33,7 @@ from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.served import Served
 from jaxinfer.serving.ticket import Reader
 from jaxinfer.text import Prompt, as_list, copied, require_tokenizer
-from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options
+from jaxinfer.text.chat_template import ChatOptions, Messages, check_messages, check_options, require_text
 
 
 @refuses(MODEL)
@@ -211,6 +211,7 @@ class AsyncLLM(Served, SleepingHolder):
     def _chat_renderer(self, messages: Messages, options: ChatOptions) -> tuple[Kind, Callable[[], str]]:
         """Check a conversation; return what renders it, with its template in a process of its own."""
         messages, options = check_messages(messages), check_options(options)
+        require_text(messages)
         templates = require_tokenizer(self.tokenizer).chat_templates
         given = templates.is_text(options.get("chat_template"))
         if given and not self._trusts_templates:

@@ -414,6 +414,13 @@ def test_chat_with_tools_and_arguments_of_the_template(llm):
     assert llm.tokenizer.decode(out.prompt_token_ids) == '{"name": "<f>"}hi!'
 
 
+@pytest.mark.parametrize("part", [{"type": "image", "image": "a.png"}, {"type": "input_audio"}, {"video": "a.mp4"}])
+def test_chat_refuses_what_is_no_text(llm, part):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[1\] is {.*models here take text alone"):
+        llm.chat(messages)
+
+
 def test_extremes_run_and_harm_nobody(llm):
     (alone,) = completions(llm.generate([[7, 7]], GREEDY))
     largest = float(np.finfo(np.float32).max)
