@@ -16,6 +16,7 @@ import json
 import pathlib
 import shutil
 import sys
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -102,6 +103,12 @@ QWEN_AXES = {
         "mrope_interleaved": True,
     }
 }
+QWEN_2_5_SEEING = {
+    "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2}
+    | {"out_hidden_size": 24, "fullatt_block_indexes": [0]}
+}
+QWEN_2_5_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [1, 1, 1]}}
+CWM_IDS = {"bos_token_id": 0, "eos_token_id": 1}
 QWEN_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {
     "moe_intermediate_size": 8,
@@ -110,8 +117,11 @@ DEEPSEEK_EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+NUMBERED_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1}
+NO_MLP = {name: value for name, value in LLAMA.items() if name != "intermediate_size"}
 LONG = {"lengths": (64, 9, 1)}  # an expert that is chosen wrongly may show late
-FUSED = LONG | {"bf16": True, "legacy": True, "fused": True}
+NEW_FUSED = LONG | {"bf16": True, "fused": True}
+FUSED = NEW_FUSED | {"legacy": True}
 
 
 def rope(kind: str, **fields: float) -> dict:
@@ -120,7 +130,7 @@ def rope(kind: str, **fields: float) -> dict:
 
 
 # name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling,
-# beam searches, lengths of the rows, one tensor for all experts)
+# beam searches, lengths of the rows, one tensor for all experts, the fields of the text part beside the others)
 GOLDENS: dict[str, tuple[dict, dict]] = {
     "gpt2_tied": (GPT2, {"strip": "transformer."}),
     "gpt2_awkward": (
@@ -798,13 +808,34 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         FUSED,
     ),
+    "exaone_moe_plain": (LLAMA | NUMBERED_EXPERTS | {"sliding_window": 5, "sliding_window_pattern": 2}, LONG),
+    "exaone_moe_awkward": (
+        LLAMA
+        | NUMBERED_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "tie_word_embeddings": True,
+        },
+        NEW_FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that a wrong one shows, norms and biases included."""
-    gemma = model.config.model_type.startswith("gemma")  # its norms multiply by 1 + weight
+    gemma = "gemma" in model.config.model_type  # its norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
@@ -843,12 +874,22 @@ def old_spelling(config: dict) -> dict:
     return config
 
 
+def as_published(config: dict) -> dict:
+    """The config of Qwen2.5-VL as its published files have it: the text part's fields beside the others."""
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"mrope_section": rope["mrope_section"]}}
+    text["rope_scaling"]["type"] = "mrope"
+    text.pop("layer_types")
+    return text | config
+
+
 def make(name: str, seed: int) -> None:
     """One golden directory."""
     fields, options = GOLDENS[name]
     model_type = next(t for t in sorted(transformers.CONFIG_MAPPING, key=len, reverse=True) if name.startswith(f"{t}_"))
     torch.manual_seed(seed)
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": fields.get("pad_token_id")}
+    ids = {f"{kind}_token_id": fields.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     if model_type == "roberta":
         ids["pad_token_id"] = fields.get("pad_token_id", 1)
     config = transformers.CONFIG_MAPPING[model_type](**(fields | ids))
@@ -919,11 +960,18 @@ def search(model: torch.nn.Module, prompt: torch.Tensor, options: dict) -> dict:
     return {"prompt": prompt[0].tolist(), **options, "beams": beams}
 
 
+def write_config(directory: pathlib.Path, change: Callable[[dict], dict]) -> None:
+    """Change a golden's `config.json`."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=2) + "\n")
+
+
 def rewrite(directory: pathlib.Path, options: dict) -> None:
     """Give the files the spellings that older or other checkpoints have."""
     if options.get("legacy"):
-        path = directory / "config.json"
-        path.write_text(json.dumps(old_spelling(json.loads(path.read_text())), indent=2) + "\n")
+        write_config(directory, old_spelling)
+    if options.get("flat"):
+        write_config(directory, as_published)
     weights = load_file(directory / "model.safetensors")
     renamed = {}
     for name, tensor in weights.items():

@@ -48,6 +48,9 @@ def test_fields_of_every_family():
     dots = goldens.config_of("dots1_awkward")
     assert (dots.moe_layers, windows_of("dots1_awkward")) == ((2,), (None, 4, 4))
     assert mlp_of("granitemoeshared_awkward").shared is None
+    exaone = goldens.config_of("exaone_moe_awkward")
+    assert (exaone.moe_layers, mlp_of("exaone_moe_awkward").moe.router) == ((0, 2), glm.router)
+    assert goldens.config_of("exaone_moe_plain").moe_layers == (1,)
 
 
 def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -121,6 +121,11 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ),
         ("minimax_m2_plain", {"scoring_func": "softmax"}, "scoring_func='softmax' is not implemented"),
         ("minimax_m2_plain", {"use_qk_norm": False}, "use_qk_norm=False is not implemented"),
+        (
+            "exaone_moe_awkward",
+            {"mlp_layer_types": ["moe"] * 3},
+            r"mlp_layer_types contains \['moe'\], not implemented",
+        ),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
@@ -266,6 +271,7 @@ def test_layers_have_positions_of_their_own():
         ("exaone4_awkward", [None, 3]),
         ("exaone4_plain", [None]),
         ("ministral_awkward", [4, None]),
+        ("exaone_moe_plain", [5, None]),
     ],
 )
 def test_windows(name, windows):

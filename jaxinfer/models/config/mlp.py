@@ -99,6 +99,7 @@ class MoeConfig:
     router: RouterConfig
     shared_hidden: int = 0  # width of an MLP that every token goes through as well; 0: there is none
     shared_mix: SharedMix = SharedMix.ADD
+    shared_bias: bool = False  # that MLP has biases, although the experts have none
 
     def __post_init__(self) -> None:
         if self.shared_hidden < 0:
@@ -125,4 +126,5 @@ class MlpConfig:
         """The MLP beside the experts that every token goes through."""
         if self.moe is None or not self.moe.shared_hidden:
             return None
-        return dataclasses.replace(self, hidden=self.moe.shared_hidden, moe=None)
+        bias = self.bias or self.moe.shared_bias
+        return dataclasses.replace(self, hidden=self.moe.shared_hidden, bias=bias, moe=None)

@@ -10,9 +10,10 @@ from jaxinfer.models.families.fields import FULL, SLIDING, Fields
 _DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}  # null means no window
 
 
-def _config(hf: Mapping[str, object]) -> DecoderConfig:
+def base_config(hf: Mapping[str, object]) -> DecoderConfig:
+    """The part of a config that EXAONE 4 and its relative with experts have in common."""
     fields = Fields(_DEFAULTS | dict(hf))
-    config = llama.base_config(fields.values).with_block(BlockKind.REORDERED).with_attention(qk_norm=True)
+    config = llama.base_config(fields.values).with_attention(qk_norm=True)
     window = fields.optional(int, "sliding_window")
     if window is None:
         return config
@@ -22,6 +23,10 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     rotary = config.layer(0).mixer.positions
     positions = [rotary if kind == SLIDING else NO_POSITIONS for kind in fields.layer_types(default)]
     return config.with_windows(fields.windows(window, default)).with_positions(positions)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    return base_config(hf).with_block(BlockKind.REORDERED)
 
 
 FAMILY = dataclasses.replace(

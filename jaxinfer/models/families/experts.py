@@ -8,22 +8,34 @@ import numpy as np
 from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.models.config import DecoderConfig, GroupScore, MlpConfig, MoeConfig, RouterConfig, RouterKind
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.fields import Fields, refuse
 from jaxinfer.models.families.mapping import Source, alternate, alternate_from_fused, linear, only
+
+_DENSE, _SPARSE = "dense", "sparse"
+"""The kinds of MLPs that `mlp_layer_types` names."""
 
 
 def with_experts(
     config: DecoderConfig, moe: MoeConfig, *, hidden: int | None = None, sparse: Sequence[bool] = ()
 ) -> DecoderConfig:
-    """Return the config with a mixture of experts in place of its MLP.
+    """Return the config with a mixture of experts in place of its MLP, whose biases only the shared MLP has.
 
     Args:
       hidden: width of an expert; None: that of the MLP.
       sparse: which layers have experts, and not the MLP; empty: all.
     """
     dense = config.layer(0).mlp
-    experts = dataclasses.replace(dense, hidden=dense.hidden if hidden is None else hidden, moe=moe)
+    moe = dataclasses.replace(moe, shared_bias=dense.bias and moe.shared_hidden > 0)
+    experts = dataclasses.replace(dense, hidden=dense.hidden if hidden is None else hidden, bias=False, moe=moe)
     return config.with_mlps([experts if has else dense for has in sparse or [True]])
+
+
+def sparse_layers(fields: Fields, default: Sequence[bool]) -> list[bool]:
+    """List which layers have experts, and not an MLP: by `mlp_layer_types` or, without it, the family's default."""
+    kinds = fields.per_layer("mlp_layer_types", len(default)) or [_SPARSE if has else _DENSE for has in default]
+    if unknown := sorted({str(kind) for kind in kinds} - {_DENSE, _SPARSE}):
+        refuse(f"config.json: mlp_layer_types contains {unknown}, not implemented; known: {_DENSE}, {_SPARSE}.")
+    return [kind == _SPARSE for kind in kinds]
 
 
 def with_deepseek_experts(config: DecoderConfig, fields: Fields, *, first_dense: int, normalize: bool) -> DecoderConfig:
@@ -34,11 +46,11 @@ def with_deepseek_experts(config: DecoderConfig, fields: Fields, *, first_dense:
       normalize: the default of whether the weights of a token's experts are divided by their sum.
     """
     router = RouterConfig(
-        experts=fields.integer("n_routed_experts", "num_local_experts"),
+        experts=fields.integer("n_routed_experts", "num_local_experts", "num_experts"),
         experts_per_token=fields.integer("num_experts_per_tok"),
         kind=RouterKind.SIGMOID,
         normalize=fields.flag("norm_topk_prob", default=normalize),
-        scale=fields.number("routed_scaling_factor", default=1.0),
+        scale=fields.number("routed_scaling_factor", "router_scaling_factor", default=1.0),
         selection_bias=True,
         groups=fields.integer("n_group", default=1),
         groups_per_token=fields.integer("topk_group", default=1),
@@ -48,8 +60,9 @@ def with_deepseek_experts(config: DecoderConfig, fields: Fields, *, first_dense:
         fields.integer("moe_intermediate_size"),
         fields.integer("first_k_dense_replace", default=first_dense),
     )
-    moe = MoeConfig(router=router, shared_hidden=hidden * fields.integer("n_shared_experts", default=1, least=0))
-    return with_experts(config, moe, hidden=hidden, sparse=[layer >= first for layer in range(config.layers)])
+    shared = fields.integer("n_shared_experts", "num_shared_experts", default=1, least=0)
+    sparse = sparse_layers(fields, [layer >= first for layer in range(config.layers)])
+    return with_experts(config, MoeConfig(router=router, shared_hidden=hidden * shared), hidden=hidden, sparse=sparse)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +92,14 @@ class ExpertNames:
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-def sources(config: DecoderConfig, names: ExpertNames = ExpertNames()) -> dict[str, Source]:
-    """The tensors of a Llama-like model with gated experts without biases in some or all layers."""
-    sources = llama.sources(config)
+def sources(
+    config: DecoderConfig, names: ExpertNames = ExpertNames(), *, rotates_pairs: bool = False
+) -> dict[str, Source]:
+    """The tensors of a Llama-like model with gated experts without biases in some or all layers.
+
+    rotates_pairs: as for `llama.sources`.
+    """
+    sources = llama.sources(config, rotates_pairs=rotates_pairs)
     for layer in config.moe_layers:
         sources |= _layer_sources(f"layers.{layer}", config.layer(layer).mlp, config.embed, names)
     return sources
@@ -99,22 +117,22 @@ def _layer_sources(layer: str, mlp: MlpConfig, embed: int, names: ExpertNames) -
         sources[part_name(f"{leaf}.experts.gate_up.weight", expert)] = gate_up
         sources[part_name(f"{leaf}.experts.down.weight", expert)] = down
     if mlp.shared is not None:
-        sources |= _shared_sources(layer, mlp.shared.hidden, embed, names)
+        sources |= _shared_sources(layer, mlp.shared, embed, names)
     if gates := mlp.moe.shared_mix.gates:
         sources |= linear(f"{leaf}.shared_gate", (f"{layer}.{names.shared_gate}",), (gates,), embed, bias=False)
     return sources
 
 
-def _shared_sources(layer: str, width: int, embed: int, names: ExpertNames) -> dict[str, Source]:
-    leaf, module = f"{layer}.mlp.shared", f"{layer}.{names.shared}"
+def _shared_sources(layer: str, mlp: MlpConfig, embed: int, names: ExpertNames) -> dict[str, Source]:
+    leaf, module, width = f"{layer}.mlp.shared", f"{layer}.{names.shared}", mlp.hidden
     if names.shared_fused is None:
         inner, rows, combine = (f"{module}.gate_proj", f"{module}.up_proj"), (width, width), alternate
         down = f"{module}.down_proj"
     else:
         inner, rows, combine = (f"{module}.{names.shared_fused[0]}",), (2 * width,), alternate_from_fused
         down = f"{module}.{names.shared_fused[1]}"
-    sources = linear(f"{leaf}.gate_up", inner, rows, embed, bias=False, combine=combine)
-    return sources | linear(f"{leaf}.down", (down,), (embed,), width, bias=False)
+    sources = linear(f"{leaf}.gate_up", inner, rows, embed, bias=mlp.bias, combine=combine)
+    return sources | linear(f"{leaf}.down", (down,), (embed,), width, bias=mlp.bias)
 
 
 def _expert_sources(layer: str, expert: int, mlp: MlpConfig, embed: int, names: ExpertNames) -> tuple[Source, Source]:
