@@ -829,6 +829,26 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         NEW_FUSED,
     ),
+    "hy_v3_plain": (LLAMA | NUMBERED_EXPERTS | {"head_dim": 8}, LONG),
+    "hy_v3_awkward": (
+        LLAMA
+        | NUMBERED_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

@@ -51,6 +51,9 @@ def test_fields_of_every_family():
     exaone = goldens.config_of("exaone_moe_awkward")
     assert (exaone.moe_layers, mlp_of("exaone_moe_awkward").moe.router) == ((0, 2), glm.router)
     assert goldens.config_of("exaone_moe_plain").moe_layers == (1,)
+    hunyuan = mlp_of("hy_v3_awkward")
+    assert (hunyuan.bias, hunyuan.shared.bias, mlp_of("hy_v3_awkward", 1).bias) == (False, True, True)
+    assert (hunyuan.shared.hidden, hunyuan.moe.router.scale) == (16, 0.5)
 
 
 def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

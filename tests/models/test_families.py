@@ -126,6 +126,8 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
             {"mlp_layer_types": ["moe"] * 3},
             r"mlp_layer_types contains \['moe'\], not implemented",
         ),
+        ("hy_v3_plain", {"route_norm": False}, "route_norm=False is not implemented"),
+        ("hy_v3_plain", {"qk_norm": False}, "qk_norm=False is not implemented"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),

@@ -35,6 +35,7 @@ from jaxinfer.models.families import (
     granite,
     granitemoe,
     granitemoeshared,
+    hy_v3,
     llama,
     minimax_m2,
     ministral,
@@ -72,7 +73,7 @@ _MODULES = (
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1, minimax_m2),
-    *(exaone_moe),
+    *(exaone_moe, hy_v3),
     *(bert, distilbert, roberta),
     *(resnet, vit, deit, dinov2, siglip),
 )
