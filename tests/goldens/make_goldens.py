@@ -849,6 +849,28 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         FUSED,
     ),
+    "ernie4_5_moe_plain": (
+        LLAMA | {"moe_intermediate_size": 8, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 1},
+        LONG,
+    ),
+    "ernie4_5_moe_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 7,
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+        FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

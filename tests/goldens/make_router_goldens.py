@@ -43,6 +43,11 @@ RULES = {
         DEEPSEEK | GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
     ),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3TopkRouter", DEEPSEEK | GROUPS | {"routed_scaling_factor": 2.5}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        "Ernie4_5_MoeTopKRouter",
+        {"moe_num_experts": EXPERTS, "moe_k": 3, "moe_intermediate_size": 8, "moe_layer_start_index": 0},
+    ),
 }
 
 
@@ -69,22 +74,22 @@ def main() -> None:
         config = transformers.CONFIG_MAPPING[model_type](**SIZES, **options)
         modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         router = getattr(modeling, router_class)(config)
-        biased = hasattr(router, "e_score_correction_bias")
-        for kind in ("plain", "negative", "ties", "one", "nan", *(("bias 30", "bias -30") if biased else ())):
+        bias = getattr(getattr(router, "moe_statics", router), "e_score_correction_bias", None)
+        for kind in ("plain", "negative", "ties", "one", "nan", *(() if bias is None else ("bias 30", "bias -30"))):
             logits = logits_of(kind)
             router.weight.data = logits.T.contiguous()
-            if biased:
-                router.e_score_correction_bias.copy_(0.2 * torch.randn(EXPERTS))
-            if kind.startswith("bias"):
-                router.e_score_correction_bias[torch.tensor([1, 6])] += float(kind.split()[1])
-            if kind == "ties" and biased:
-                router.e_score_correction_bias.zero_()
+            if bias is not None:
+                bias.data[...] = 0.2 * torch.randn(EXPERTS)
+            if bias is not None and kind.startswith("bias"):
+                bias.data[..., torch.tensor([1, 6])] += float(kind.split()[1])
+            if bias is not None and kind == "ties":
+                bias.data.zero_()
             with torch.no_grad():
                 _, weights, experts = router(torch.eye(TOKENS))
             name = f"{rule}/{kind}"
             tensors[f"{name}/weight"] = router.weight.data.clone()
-            if biased:
-                tensors[f"{name}/bias"] = router.e_score_correction_bias.clone()
+            if bias is not None:
+                tensors[f"{name}/bias"] = bias.data.flatten().clone()
             tensors[f"{name}/chosen"] = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights)
     save_file(tensors, pathlib.Path(__file__).parent / "routers.safetensors", metadata=fields)
 

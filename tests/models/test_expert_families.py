@@ -54,6 +54,10 @@ def test_fields_of_every_family():
     hunyuan = mlp_of("hy_v3_awkward")
     assert (hunyuan.bias, hunyuan.shared.bias, mlp_of("hy_v3_awkward", 1).bias) == (False, True, True)
     assert (hunyuan.shared.hidden, hunyuan.moe.router.scale) == (16, 0.5)
+    ernie = mlp_of("ernie4_5_moe_awkward", 1).moe.router
+    assert (ernie.kind, ernie.normalize, ernie.selection_bias) == (RouterKind.SOFTMAX, True, True)
+    assert goldens.config_of("ernie4_5_moe_awkward").moe_layers == (1, 2)
+    assert goldens.config_of("ernie4_5_moe_awkward").head_bias
 
 
 def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -128,6 +128,8 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ),
         ("hy_v3_plain", {"route_norm": False}, "route_norm=False is not implemented"),
         ("hy_v3_plain", {"qk_norm": False}, "qk_norm=False is not implemented"),
+        ("ernie4_5_moe_plain", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not implemented"),
+        ("ernie4_5_moe_plain", {"use_bias": True}, "tie_word_embeddings=True is not implemented.*its head has a bias"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),

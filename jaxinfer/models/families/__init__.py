@@ -18,6 +18,7 @@ from jaxinfer.models.families import (
     distilbert,
     dots1,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     exaone_moe,
     falcon,
@@ -73,7 +74,7 @@ _MODULES = (
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1, minimax_m2),
-    *(exaone_moe, hy_v3),
+    *(exaone_moe, hy_v3, ernie4_5_moe),
     *(bert, distilbert, roberta),
     *(resnet, vit, deit, dinov2, siglip),
 )
