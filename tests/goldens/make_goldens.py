@@ -871,6 +871,25 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         FUSED,
     ),
+    "vaultgemma_plain": (
+        LLAMA | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+        {},
+    ),
+    "vaultgemma_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_hidden_layers": 3,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 13,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

@@ -276,6 +276,7 @@ def test_layers_have_positions_of_their_own():
         ("exaone4_plain", [None]),
         ("ministral_awkward", [4, None]),
         ("exaone_moe_plain", [5, None]),
+        ("vaultgemma_awkward", [3, None]),
     ],
 )
 def test_windows(name, windows):

@@ -63,6 +63,7 @@ from jaxinfer.models.families import (
     starcoder2,
     timm_vit,
     torchvision_resnet,
+    vaultgemma,
     vit,
     yolov5,
 )
@@ -72,7 +73,7 @@ _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
     *(gemma3, gemma3_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
-    *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl),
+    *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl, vaultgemma),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1, minimax_m2),
     *(exaone_moe, hy_v3, ernie4_5_moe),
     *(bert, distilbert, roberta),
