@@ -890,6 +890,22 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         {"bf16": True, "legacy": True},
     ),
+    "cwm_plain": (LLAMA | {"head_dim": 8, "sliding_window": 5, "mlp_bias": True} | CWM_IDS, {}),
+    "cwm_awkward": (  # layers as those of ministral_awkward
+        LLAMA
+        | rope("default")
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 1,
+            "sliding_window": 4,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        }
+        | CWM_IDS,
+        {"bf16": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

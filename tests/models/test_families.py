@@ -130,6 +130,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("hy_v3_plain", {"qk_norm": False}, "qk_norm=False is not implemented"),
         ("ernie4_5_moe_plain", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not implemented"),
         ("ernie4_5_moe_plain", {"use_bias": True}, "tie_word_embeddings=True is not implemented.*its head has a bias"),
+        ("cwm_plain", {"attention_bias": True}, "attention_bias=True is not implemented"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
@@ -277,6 +278,7 @@ def test_layers_have_positions_of_their_own():
         ("ministral_awkward", [4, None]),
         ("exaone_moe_plain", [5, None]),
         ("vaultgemma_awkward", [3, None]),
+        ("cwm_awkward", [None, 4, 4, 4]),
     ],
 )
 def test_windows(name, windows):
@@ -295,6 +297,12 @@ def test_a_text_s_positions_are_not_divided_into_axes():
     assert "mrope_section" in hf_config("qwen3_vl_plain")["text_config"]["rope_parameters"]
     (positions,) = config_of("qwen3_vl_plain").positions
     assert (positions.theta, positions.rotary_dim, positions.scaling) == (500_000.0, 8, None)
+
+
+def test_positions_of_cwm_are_scaled_unless_a_config_says_otherwise():
+    scaling = config_of("cwm_plain", rope_parameters=None).positions[0].scaling
+    assert (scaling.kind, scaling.factor, scaling.original_context) == ("llama3", 16.0, 8192)
+    assert config_of("cwm_plain", rope_parameters={"rope_type": "default"}).positions[0].scaling is None
 
 
 def test_gelu_means_its_tanh_approximation_in_gemma():
