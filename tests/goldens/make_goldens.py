@@ -906,6 +906,33 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | CWM_IDS,
         {"bf16": True},
     ),
+    "mellum_plain": (
+        LLAMA
+        | QWEN_EXPERTS
+        | {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        LONG,
+    ),
+    "mellum_awkward": (
+        LLAMA
+        | QWEN_EXPERTS
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=16)["rope_parameters"],
+                "sliding_attention": rope("default")["rope_parameters"],
+            },
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        NEW_FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

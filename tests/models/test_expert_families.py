@@ -58,6 +58,7 @@ def test_fields_of_every_family():
     assert (ernie.kind, ernie.normalize, ernie.selection_bias) == (RouterKind.SOFTMAX, True, True)
     assert goldens.config_of("ernie4_5_moe_awkward").moe_layers == (1, 2)
     assert goldens.config_of("ernie4_5_moe_awkward").head_bias
+    assert mlp_of("mellum_awkward", 1).moe is None
 
 
 def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -131,6 +131,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("ernie4_5_moe_plain", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not implemented"),
         ("ernie4_5_moe_plain", {"use_bias": True}, "tie_word_embeddings=True is not implemented.*its head has a bias"),
         ("cwm_plain", {"attention_bias": True}, "attention_bias=True is not implemented"),
+        ("mellum_plain", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
@@ -279,6 +280,7 @@ def test_layers_have_positions_of_their_own():
         ("exaone_moe_plain", [5, None]),
         ("vaultgemma_awkward", [3, None]),
         ("cwm_awkward", [None, 4, 4, 4]),
+        ("mellum_awkward", [None, 3]),
     ],
 )
 def test_windows(name, windows):
