@@ -42,7 +42,7 @@ def test_every_family_with_experts_is_compared_and_two_dense_ones():
     assert {name for name, config in configs.items() if not config.moe_layers} == set(DENSE)
     assert {name.rsplit("_", 1)[0] for name in configs if name not in DENSE} == {
         *("dots1", "glm4_moe", "granitemoe", "granitemoeshared", "minimax_m2"),
-        *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "exaone_moe", "hy_v3", "ernie4_5_moe", "mellum"),
+        *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "exaone_moe", "hy_v3", "ernie4_5_moe", "mellum", "solar_open"),
     }
 
 

@@ -933,6 +933,30 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         NEW_FUSED,
     ),
+    "solar_open_plain": (
+        NO_MLP | {"head_dim": 8, "moe_intermediate_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        LONG,
+    ),
+    "solar_open_awkward": (
+        NO_MLP
+        | rope("linear", factor=2.0)
+        | {
+            "vocab_size": 53,
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

@@ -131,6 +131,8 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("ernie4_5_moe_plain", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not implemented"),
         ("ernie4_5_moe_plain", {"use_bias": True}, "tie_word_embeddings=True is not implemented.*its head has a bias"),
         ("cwm_plain", {"attention_bias": True}, "attention_bias=True is not implemented"),
+        ("solar_open_plain", {"use_qk_norm": True}, "use_qk_norm=True is not implemented"),
+        ("solar_open_plain", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not implemented"),
         ("mellum_plain", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),

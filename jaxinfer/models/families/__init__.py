@@ -61,6 +61,7 @@ from jaxinfer.models.families import (
     seed_oss,
     siglip,
     smollm3,
+    solar_open,
     stablelm,
     starcoder2,
     timm_vit,
@@ -77,7 +78,7 @@ _MODULES = (
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl, vaultgemma, cwm),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1, minimax_m2),
-    *(exaone_moe, hy_v3, ernie4_5_moe, mellum),
+    *(exaone_moe, hy_v3, ernie4_5_moe, mellum, solar_open),
     *(bert, distilbert, roberta),
     *(resnet, vit, deit, dinov2, siglip),
 )
