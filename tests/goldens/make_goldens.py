@@ -957,6 +957,19 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         FUSED,
     ),
+    "internlm3_plain": (LLAMA | {"head_dim": 8, "tie_word_embeddings": True}, {}),
+    "internlm3_awkward": (  # layers as those of ernie4_5_awkward
+        LLAMA
+        | rope("dynamic", factor=6.0, rope_theta=500_000.0)
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
