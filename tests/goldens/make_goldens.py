@@ -970,6 +970,21 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         {"bf16": True, "legacy": True},
     ),
+    "qwen2_5_vl_plain": (
+        {"text_config": LLAMA | QWEN_2_5_AXES} | QWEN_2_5_SEEING,
+        {"class": "Qwen2_5_VLForConditionalGeneration"},
+    ),
+    "qwen2_5_vl_awkward": (
+        {
+            "text_config": LLAMA
+            | {"vocab_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1}
+            | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+            | {"rope_parameters": QWEN_2_5_AXES["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
+            "tie_word_embeddings": True,
+        }
+        | QWEN_2_5_SEEING,
+        {"class": "Qwen2_5_VLForConditionalGeneration", "bf16": True, "flat": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

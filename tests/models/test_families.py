@@ -283,6 +283,7 @@ def test_layers_have_positions_of_their_own():
         ("vaultgemma_awkward", [3, None]),
         ("cwm_awkward", [None, 4, 4, 4]),
         ("mellum_awkward", [None, 3]),
+        ("qwen2_5_vl_awkward", [None, 4]),
     ],
 )
 def test_windows(name, windows):
@@ -301,6 +302,15 @@ def test_a_text_s_positions_are_not_divided_into_axes():
     assert "mrope_section" in hf_config("qwen3_vl_plain")["text_config"]["rope_parameters"]
     (positions,) = config_of("qwen3_vl_plain").positions
     assert (positions.theta, positions.rotary_dim, positions.scaling) == (500_000.0, 8, None)
+
+
+def test_the_text_part_s_fields_may_stand_beside_the_others():
+    flat = hf_config("qwen2_5_vl_awkward")
+    assert flat["rope_scaling"]["type"] == "mrope"
+    assert "text_config" not in flat
+    text = {name: value for name, value in flat.items() if name not in ("model_type", "vision_config")}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text | {"model_type": "qwen2_5_vl_text"}}
+    assert family_of(nested).config(nested) == config_of("qwen2_5_vl_awkward")
 
 
 def test_positions_of_cwm_are_scaled_unless_a_config_says_otherwise():

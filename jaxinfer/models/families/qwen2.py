@@ -17,11 +17,12 @@ def windows(fields: Fields, layers: int) -> list[int | None]:
     return fields.windows(window, ["full_attention" if i < full else "sliding_attention" for i in range(layers)])
 
 
-def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    config = llama.base_config({"num_key_value_heads": 32} | dict(hf))
-    return config.with_attention(qkv_bias=True).with_windows(windows(Fields(hf), config.layers))
+def config(hf: Mapping[str, object]) -> DecoderConfig:
+    """The config of Qwen2."""
+    base = llama.base_config({"num_key_value_heads": 32} | dict(hf))
+    return base.with_attention(qkv_bias=True).with_windows(windows(Fields(hf), base.layers))
 
 
 FAMILY = dataclasses.replace(
-    llama.FAMILY, model_types=("qwen2",), published=("Qwen1.5", "Qwen2", "Qwen2.5"), config=_config
+    llama.FAMILY, model_types=("qwen2",), published=("Qwen1.5", "Qwen2", "Qwen2.5"), config=config
 )

@@ -5,18 +5,11 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import qwen3
-from jaxinfer.models.families.text_part import text_part
-
-_AXES = ("mrope_section", "mrope_interleaved")
-"""How positions in images are divided into three axes. All three axes of a text are equal, so nothing is divided."""
+from jaxinfer.models.families.text_part import text_part, without_axes
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    hf = {"rope_theta": 500_000.0} | dict(hf)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(rope := hf.get(name), Mapping):
-            hf[name] = {key: value for key, value in rope.items() if key not in _AXES}
-    return qwen3.config(hf)
+    return qwen3.config(without_axes({"rope_theta": 500_000.0} | dict(hf)))
 
 
 FAMILY = text_part(

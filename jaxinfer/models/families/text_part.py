@@ -9,16 +9,33 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.families.fields import Fields, refuse
 from jaxinfer.models.families.mapping import Family
 
+_AXES = ("mrope_section", "mrope_interleaved")
+"""How positions in images are divided into three axes. All three axes of a text are equal, so nothing is divided."""
 
-def text_part(family: Family, model_type: str) -> Family:
+
+def without_axes(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a text part's config, with rotary positions that are not divided into axes."""
+    copied = dict(hf)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := copied.get(name), Mapping):
+            rope = {key: value for key, value in rope.items() if key not in _AXES}
+            copied[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+    return copied
+
+
+def text_part(family: Family, model_type: str, *, flat: bool = False) -> Family:
     """The family of models whose text part, with its config in `text_config`, is of `family`.
 
     The tensors of the other parts are left out. If the whole has a `tie_word_embeddings`, it counts.
+
+    flat: whether published files have the fields of the text part beside those of the whole, without `text_config`.
     """
 
     def config(hf: Mapping[str, Any]) -> ModelConfig:
         fields = Fields(hf)
         text = fields.optional(dict, "text_config")
+        if text is None and flat:
+            text = dict(hf) | {"model_type": family.model_types[0]}
         if text is None:
             raise ValueError("config.json: text_config is missing; use the checkpoint's original config.json.")
         if (kind := text.get("model_type", family.model_types[0])) not in family.model_types:
@@ -33,6 +50,6 @@ def text_part(family: Family, model_type: str) -> Family:
         family,
         model_types=(model_type,),
         config=config,
-        prefixes=("language_model.model.", "model.language_model.", "language_model."),
+        prefixes=("language_model.model.", "model.language_model.", "language_model.", *family.prefixes),
         left_out=r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*",
     )
