@@ -19,6 +19,8 @@ NEW_TOKENS, PENALTY, PROMPTS = 64, 2.0, (1, 13, 30)
 SEES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 SEES |= {"image_size": 28, "patch_size": 14}
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+SCALED = ("linear", "llama3", "yarn")
+QWEN_SEES = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
 LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
@@ -46,8 +48,8 @@ class Draw(random.Random):
             "max_position_embeddings": 256,
         }
 
-    def rope(self, **more):
-        kind = self.choice(["default", "linear", "llama3", "yarn"])
+    def rope(self, kinds=("default", *SCALED), **more):
+        kind = self.choice(kinds)
         rope = {"rope_type": kind, "rope_theta": self.choice([1e4, 5e5]), **more}
         if kind != "default":
             rope["factor"] = self.choice([2.0, 4.0])
@@ -56,6 +58,13 @@ class Draw(random.Random):
         if kind == "yarn":
             rope["original_max_position_embeddings"] = 64
         return {"rope_parameters": rope}
+
+    def experts(self, name="num_experts"):
+        return {name: 8, "num_experts_per_tok": self.choice([2, 3]), "moe_intermediate_size": self.choice([8, 20])}
+
+    def groups(self):
+        factor = self.choice([0.5, 2.5])
+        return {"n_group": 4, "topk_group": 2, "routed_scaling_factor": factor} | self.flags("norm_topk_prob")
 
     def partial(self, head_dim):
         return self.rope(partial_rotary_factor=self.choice([4, 6]) / head_dim + 1e-6)
@@ -202,6 +211,70 @@ def ministral(draw):
     return fields | {"head_dim": draw.choice([8, 20]), "sliding_window": 9, "layer_types": kinds}
 
 
+def vaultgemma(draw):
+    return gemma2(draw) | draw.flags("attention_bias", "tie_word_embeddings")
+
+
+def cwm(draw):
+    fields = draw.sizes(layers=(5,)) | draw.rope(kinds=SCALED) | draw.flags("mlp_bias", "tie_word_embeddings")
+    return fields | {"head_dim": draw.choice([8, 20]), "sliding_window": draw.choice([6, 20])}
+
+
+def internlm3(draw):
+    fields, bias = draw.sizes() | draw.rope() | draw.flags("tie_word_embeddings"), draw.coin()
+    return fields | {"attention_bias": bias, "mlp_bias": bias, "head_dim": draw.choice([8, 20])}
+
+
+def qwen3_vl(draw):
+    text = draw.sizes() | draw.rope(mrope_section=[2, 1, 1], mrope_interleaved=True) | draw.flags("attention_bias")
+    return {"text_config": text | {"head_dim": 8}, "vision_config": QWEN_SEES} | draw.flags("tie_word_embeddings")
+
+
+def qwen2_5_vl(draw):
+    fields = draw.sizes() | {"use_sliding_window": draw.coin(), "sliding_window": 9, "max_window_layers": 1}
+    fields |= {"hidden_size": 12 * fields["num_attention_heads"]} | draw.rope(mrope_section=[2, 2, 2])
+    return {"text_config": fields, "vision_config": QWEN_SEES} | draw.flags("tie_word_embeddings")
+
+
+def minimax_m2(draw):
+    fields = draw.sizes() | {"head_dim": 12, "intermediate_size": draw.choice([8, 20])} | draw.partial(12)
+    return fields | draw.experts("num_local_experts") | draw.flags("tie_word_embeddings")
+
+
+def exaone_moe(draw):
+    fields = draw.sizes(layers=(5,)) | draw.rope() | draw.experts() | draw.flags("tie_word_embeddings")
+    fields |= {"first_k_dense_replace": draw.choice([0, 2]), "num_shared_experts": draw.choice([1, 2])}
+    return fields | draw.groups() | {"sliding_window": draw.choice([6, 20])}
+
+
+def hy_v3(draw):
+    kinds = [draw.choice(["dense", "sparse"]) for _ in range(4)]
+    fields = draw.sizes(layers=(4,)) | draw.rope() | draw.experts() | {"head_dim": draw.choice([8, 20])}
+    fields |= draw.flags("attention_bias", "mlp_bias", "tie_word_embeddings") | {"mlp_layer_types": kinds}
+    return fields | {"num_shared_experts": draw.choice([1, 2]), "router_scaling_factor": draw.choice([0.5, 2.8])}
+
+
+def ernie4_5_moe(draw):
+    fields, bias = draw.sizes(layers=(5,)) | draw.rope(), draw.coin()
+    fields |= {"moe_layer_interval": draw.choice([1, 2]), "moe_layer_end_index": draw.choice([-1, 3])}
+    fields |= {"moe_num_shared_experts": draw.choice([0, 2]), "use_bias": bias, "tie_word_embeddings": not bias}
+    return fields | {"moe_num_experts": 8, "moe_k": draw.choice([2, 3]), "moe_intermediate_size": 20}
+
+
+def mellum(draw):
+    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(4)]
+    rope = {"sliding_attention": LOCAL, "full_attention": draw.rope()["rope_parameters"]}
+    fields = draw.sizes(layers=(4,)) | draw.experts() | {"head_dim": draw.choice([8, 20]), "sliding_window": 9}
+    fields |= draw.flags("attention_bias", "norm_topk_prob", "tie_word_embeddings") | {"layer_types": kinds}
+    return fields | {"rope_parameters": rope, "mlp_layer_types": ["sparse", draw.choice(["dense", "sparse"])] * 2}
+
+
+def solar_open(draw):
+    fields = draw.sizes() | draw.rope() | draw.experts("n_routed_experts") | {"head_dim": draw.choice([8, 20])}
+    del fields["intermediate_size"]
+    return fields | draw.groups() | draw.flags("attention_bias", "tie_word_embeddings")
+
+
 def as_transformers_4(config):
     """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
     for fields in (config, config.get("text_config") or {}):
@@ -217,7 +290,7 @@ def as_transformers_4(config):
 
 def randomise(model):
     """Weights large enough that a wrong one shows."""
-    adds_one = model.config.model_type.startswith("gemma")  # norms multiply by 1 + weight
+    adds_one = "gemma" in model.config.model_type  # norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
@@ -227,6 +300,9 @@ def randomise(model):
         else:
             values = 1 + 0.3 * values
         parameter.data = values
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape))
     model.tie_weights()
 
 
@@ -250,9 +326,12 @@ def make(out, family, seed):
     draw = Draw(f"{family}{seed}")
     torch.manual_seed(seed + 1000)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if family == "cwm":  # which needs them
+        ids |= {"bos_token_id": 0, "eos_token_id": 1}
     config = transformers.CONFIG_MAPPING[family](**globals()[family](draw), **ids)
     kind = "AutoModelForImageTextToText" if hasattr(config, "text_config") else "AutoModelForCausalLM"
-    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").eval()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = getattr(transformers, kind).from_config(config, **plain).eval()
     randomise(model)
     vocab = config.get_text_config().vocab_size
     lengths = [n for n in PROMPTS if n > 8] if family == "phi3" else PROMPTS
