@@ -26,6 +26,7 @@ FAMILIES = (
     *("olmo3", "granite", "smollm3", "cohere", "cohere2", "stablelm", "starcoder2", "glm", "glm4", "falcon"),
     *("gemma", "seed_oss", "ernie4_5", "exaone4", "ministral", "qwen3_vl", "minimax_m2", "exaone_moe", "hy_v3"),
     *("ernie4_5_moe", "vaultgemma", "cwm", "mellum", "solar_open", "internlm3", "qwen2_5_vl"),
+    *("arcee", "afmoe", "nemotron", "apertus", "ministral3", "hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
 TOLERANCE = 1e-3
 """Of log probabilities in float32. Tokens may differ where two are nearly as likely; none did."""

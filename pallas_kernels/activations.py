@@ -12,7 +12,8 @@ def activate(x: jax.Array, name: str, *, erf: Callable[[jax.Array], jax.Array] =
     """Apply the named nonlinearity elementwise, in float32, and round to x's dtype.
 
     Args:
-      name: "gelu" (exact, with erf), "gelu_tanh" (the tanh approximation), "relu" or "silu".
+      name: "gelu" (exact, with erf), "gelu_tanh" (the tanh approximation), "relu", "relu2" (its square) or
+        "silu".
       erf: the error function to use; kernels pass an approximation, since Mosaic has none.
     Raises: ValueError for any other name.
     """
@@ -24,10 +25,12 @@ def activate(x: jax.Array, name: str, *, erf: Callable[[jax.Array], jax.Array] =
             y = 0.5 * y * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y * y * y)))
         case "relu":
             y = jnp.maximum(y, 0.0)
+        case "relu2":
+            y = jnp.square(jnp.maximum(y, 0.0))
         case "silu":
             y = y * lax.logistic(y)
         case _:
-            raise ValueError(f"activation must be gelu, gelu_tanh, relu or silu, got {name!r}.")
+            raise ValueError(f"activation must be gelu, gelu_tanh, relu, relu2 or silu, got {name!r}.")
     return y.astype(x.dtype)
 
 

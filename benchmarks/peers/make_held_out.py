@@ -275,6 +275,43 @@ def solar_open(draw):
     return fields | draw.groups() | draw.flags("attention_bias", "tie_word_embeddings")
 
 
+def arcee(draw):
+    return llama(draw)
+
+
+def apertus(draw):
+    return draw.sizes() | draw.rope(kinds=SCALED) | draw.flags("attention_bias", "tie_word_embeddings")
+
+
+def afmoe(draw):
+    fields = draw.sizes(layers=(5,)) | draw.rope() | draw.experts() | {"head_dim": draw.choice([8, 20])}
+    fields |= draw.flags("attention_bias", "mup_enabled", "tie_word_embeddings") | {"sliding_window": 9}
+    return fields | {"num_dense_layers": draw.choice([0, 2]), "route_scale": draw.choice([0.5, 2.5])}
+
+
+def nemotron(draw):
+    fields = draw.sizes() | draw.flags("attention_bias", "mlp_bias", "tie_word_embeddings") | draw.partial(12)
+    return fields | {"head_dim": 12, "norm_eps": draw.choice([1e-5, 1e-3])}
+
+
+def ministral3(draw):
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"llama_4_scaling_beta": draw.choice([0.1, 0.5]), "mscale": 1.0, "mscale_all_dim": draw.choice([0.5, 1.0])}
+    fields = draw.sizes() | {"head_dim": draw.choice([8, 20]), "sliding_window": draw.choice([None, 9])}
+    return fields | {"rope_parameters": rope} | draw.flags("tie_word_embeddings")
+
+
+def hunyuan_v1_dense(draw):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    fields = draw.sizes() | draw.rope(kinds=("default", "linear")) | draw.flags("attention_bias", "tie_word_embeddings")
+    return fields | {"head_dim": draw.choice([8, 20])} | ({"rope_parameters": rope} if draw.coin() else {})
+
+
+def hunyuan_v1_moe(draw):
+    experts = {"num_experts": 8, "moe_topk": draw.choice([2, 3]), "intermediate_size": draw.choice([8, 20])}
+    return hunyuan_v1_dense(draw) | experts
+
+
 def as_transformers_4(config):
     """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
     for fields in (config, config.get("text_config") or {}):
@@ -290,7 +327,7 @@ def as_transformers_4(config):
 
 def randomise(model):
     """Weights large enough that a wrong one shows."""
-    adds_one = "gemma" in model.config.model_type  # norms multiply by 1 + weight
+    adds_one = any(name in model.config.model_type for name in ("gemma", "nemotron"))  # norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:

@@ -265,6 +265,7 @@ def _fit_heads(attention: AttentionConfig, ways: int, weights: WeightFormat) -> 
     return fitted, {
         "qkv": _features(np.array(rows).reshape(-1), attention.head_dim),
         "out": _features(queries.reshape(-1), attention.head_dim),
+        "gate": _features(queries.reshape(-1), attention.head_dim),
         "q_norm": _features(queries.reshape(-1), attention.head_dim),
         "k_norm": _features(keys, attention.head_dim),
     }

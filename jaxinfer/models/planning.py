@@ -26,7 +26,8 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
 def _layer(config: DecoderConfig, kind: LayerConfig) -> LayerShape:
     attention, mlp = kind.mixer, kind.mlp
     width = (3 if mlp.gated else 2) * config.embed
-    params = 2 * config.embed * attention.head_dim * (attention.q_heads + attention.kv_heads)
+    heads = 2 * (attention.q_heads + attention.kv_heads) + attention.q_heads * attention.output_gate
+    params = config.embed * attention.head_dim * heads
     sizes = {
         "count": 1,
         "kv_values": attention.kv_values,

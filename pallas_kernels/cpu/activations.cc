@@ -31,6 +31,7 @@ void activate(float* y, int64_t size, Activation activation) {
       });
     case Activation::kRelu: return apply(y, size, [](Floats x) { return x < zeros() ? zeros() : x; });
     case Activation::kSilu: return apply(y, size, [=](Floats x) { return x / (one + exp_of(-x)); });
+    case Activation::kRelu2: return apply(y, size, [](Floats x) { return x < zeros() ? zeros() : x * x; });
     case Activation::kNone: return;
   }
 }

@@ -7,7 +7,7 @@ import numpy as np
 from jaxinfer.pallas_kernels.target import UnsupportedError
 from jaxinfer.pallas_kernels.weights import Weights, is_int4, is_int8
 
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu")
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu", "relu2")
 """In the order of `Activation` in activations.h."""
 
 _FLOATS = (jnp.float32, jnp.bfloat16)

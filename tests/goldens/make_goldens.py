@@ -118,6 +118,18 @@ DEEPSEEK_EXPERTS = {
     "first_k_dense_replace": 1,
 }
 NUMBERED_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1}
+TEMPERED = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
 NO_MLP = {name: value for name, value in LLAMA.items() if name != "intermediate_size"}
 LONG = {"lengths": (64, 9, 1)}  # an expert that is chosen wrongly may show late
 NEW_FUSED = LONG | {"bf16": True, "fused": True}
@@ -985,18 +997,131 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | QWEN_2_5_SEEING,
         {"class": "Qwen2_5_VLForConditionalGeneration", "bf16": True, "flat": True},
     ),
+    "arcee_plain": (LLAMA, {}),
+    "arcee_awkward": (
+        LLAMA
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16)
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "nemotron_plain": (LLAMA | {"head_dim": 8}, {}),
+    "nemotron_awkward": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.4)
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_eps": 1e-3,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "apertus_plain": (LLAMA, {}),
+    "apertus_awkward": (
+        LLAMA
+        | rope("linear", factor=2.0)
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "afmoe_plain": (
+        LLAMA
+        | NUMBERED_EXPERTS
+        | {"head_dim": 8, "sliding_window": 5, "global_attn_every_n_layers": 2, "mup_enabled": True},
+        LONG,
+    ),
+    "afmoe_awkward": (
+        LLAMA
+        | NUMBERED_EXPERTS
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_dense_layers": 0,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "route_scale": 0.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        NEW_FUSED,
+    ),
+    "ministral3_plain": (LLAMA | TEMPERED | {"head_dim": 8}, LONG),
+    "ministral3_awkward": (
+        LLAMA
+        | {"rope_parameters": TEMPERED["rope_parameters"] | {"mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.7}}
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+        LONG | {"bf16": True},
+    ),
+    "hunyuan_v1_dense_plain": (LLAMA | {"head_dim": 8} | rope("dynamic", alpha=1000.0, factor=1.0), {}),
+    "hunyuan_v1_dense_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "hunyuan_v1_moe_plain": (
+        LLAMA
+        | {"head_dim": 8, "intermediate_size": 8, "num_experts": 6, "moe_topk": 3}
+        | rope("dynamic", alpha=1000.0, factor=1.0),
+        LONG,
+    ),
+    "hunyuan_v1_moe_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "intermediate_size": 10,
+            "num_experts": 5,
+            "moe_topk": [3, 3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        FUSED,
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that a wrong one shows, norms and biases included."""
-    gemma = "gemma" in model.config.model_type  # its norms multiply by 1 + weight
+    adds_one = any(name in model.config.model_type for name in ("gemma", "nemotron"))  # norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
             values *= 0.2
-        elif name.endswith("bias") or gemma:
+        elif name.endswith("bias") or adds_one:
             values *= 0.3
         else:
             values = 1 + 0.3 * values

@@ -93,7 +93,9 @@ def test_more_rows_than_are_multiplied_at_a_time(library, fmt, dtype):
             check(actual, expected, 1e-2 if dtype == "bfloat16" else TOLERANCES[fmt])
 
 
-ACTIVATIONS = [(activation, gated) for activation in (None, "gelu", "gelu_tanh", "relu", "silu") for gated in (0, 1)]
+ACTIVATIONS = [
+    (activation, gated) for activation in (None, "gelu", "gelu_tanh", "relu", "relu2", "silu") for gated in (0, 1)
+]
 
 
 def products(layers, x, residual, weights, scale, shift, bias, activations):
@@ -195,7 +197,7 @@ def test_activations_over_their_range(library):
     values = np.float32([*np.linspace(-120, 120, 4001), 0.0, -0.0, 1e-30, -1e-30, 88.7, -88.7])
     nothing = Weights(jnp.zeros((len(values), 1), jnp.float32))  # so that the biases are what is activated
     args = jnp.ones((1, 1)), jnp.ones(1), None, nothing, values
-    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2", "silu"):
         both = jax.jit(lambda *a, f=activation: [x.norm_linear(*a, eps=0.0, activation=f) for x in (cpu, plain)])
         np.testing.assert_allclose(*both(*args), rtol=1e-5, atol=3e-6)
 

@@ -107,6 +107,8 @@ def nonlinear(y, name):
             return 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
         case "relu":
             return np.maximum(y, 0)
+        case "relu2":
+            return np.maximum(y, 0) ** 2
         case "silu":
             return y / (1 + np.exp(-y))
     return y
@@ -123,7 +125,7 @@ def check(y, exact, dtype, *, roundings=1):
     np.testing.assert_allclose(np.asarray(y).astype(np.float64), exact, rtol=roundings * digits, atol=1.5 * digits)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
 def test_activations(name):
     x = jnp.linspace(-9, 9, 1001)
     exact = nonlinear(np.asarray(x, np.float64), name)
@@ -201,7 +203,7 @@ def test_operations_on_any_platform(data):
         outputs=data.draw(st.integers(1, 20)),
         dtype=data.draw(st.sampled_from([jnp.float32, jnp.bfloat16])),
         norm=norm,
-        activation=data.draw(st.sampled_from([None, "gelu", "gelu_tanh", "relu", "silu"])) if norm else None,
+        activation=data.draw(st.sampled_from([None, "gelu", "gelu_tanh", "relu", "relu2", "silu"])) if norm else None,
         gated=norm is not None and data.draw(st.booleans()),
         bias=data.draw(st.booleans()),
         residual=norm is None and data.draw(st.booleans()),

@@ -9,6 +9,7 @@ import pytest
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import (
     NO_POSITIONS,
+    Activation,
     AttentionConfig,
     BlockKind,
     EncoderConfig,
@@ -17,6 +18,7 @@ from jaxinfer.models.config import (
     MoeConfig,
     PositionKind,
     PositionsConfig,
+    QueryTemperature,
     ResNetConfig,
     RopeScaling,
     RouterConfig,
@@ -31,6 +33,7 @@ from jaxinfer.models.presets import preset
 LLAMA = preset("llama-213m")
 LAYER = LLAMA.layer(0)
 ROTARY = LAYER.mixer.positions
+TEMPERATURE = QueryTemperature(beta=0.1, original_context=16)
 ROUTER = RouterConfig(experts=8, experts_per_token=3)
 EXPERTS = dataclasses.replace(LAYER.mlp, moe=MoeConfig(router=ROUTER))
 RESNET = ResNetConfig(labels=("a",), stem=8, widths=(8, 8), depths=(1, 1), bottleneck=False, image_size=8)
@@ -57,6 +60,10 @@ def encoder(**changes):
         (change(RESNET, depths=(10**9, 1)), "ResNetConfig has 1000000001 layers"),
         (change(LAYER.mixer, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
         (change(LAYER.mixer, window=0), r"AttentionConfig\.window must be None or >= 1, got 0"),
+        (change(LAYER.mixer, qk_norm_after_rope=True), "qk_norm_after_rope needs qk_norm=True and qk_norm_scope=head"),
+        (change(LAYER.mixer, query_temperature=TEMPERATURE, qk_norm=True), "is not implemented with qk_norm=True"),
+        (change(TEMPERATURE, original_context=0), r"QueryTemperature\.original_context must be >= 1, got 0"),
+        (change(LAYER.mlp, activation=Activation.XIELU), "activation=xielu is not implemented in gated MLPs"),
         (change(ROTARY, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
         (change(LAYER.mixer, positions=dataclasses.replace(ROTARY, rotary_dim=66)), "larger than head_dim=64"),
         (change(LLAMA, pattern=()), r"DecoderConfig\.pattern must hold at least one kind of layer"),
@@ -117,6 +124,12 @@ def test_kinds_cycle_over_layers():
     assert config.with_windows((7,)).layer_kinds == (0, 0, 2, 0, 0, 2)
     assert len(config.with_windows((7,)).pattern) == 3
     assert config.with_layers((5, 0)).pattern == (config.pattern[5], config.pattern[0])
+
+
+def test_queries_have_no_temperature_in_an_engine_of_the_original_context():
+    config = LLAMA.with_attention(query_temperature=TEMPERATURE)
+    assert config.for_context(16) == LLAMA
+    assert config.for_context(17) == config
 
 
 def test_scores_are_divided_by_the_root_of_the_width_unless_a_scale_is_given():

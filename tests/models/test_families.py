@@ -40,10 +40,11 @@ def test_every_family_has_two_goldens():
 
 @pytest.mark.parametrize("hf", [{}, {"model_type": "rwkv"}, {"model_type": ["llama"]}])
 def test_unknown_model_type_names_the_known(hf):
-    with pytest.raises(ValueError, match=r"model_type=.*not implemented; known: bert, .*roberta"):
+    with pytest.raises(ValueError, match=r"model_type=.*not implemented; known: afmoe, .*roberta"):
         family_of(hf)
 
 
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 
 
@@ -97,7 +98,11 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("phi3_partial", {"lm_head_bias": True}, "lm_head_bias=True is not implemented"),
         ("phi3_partial", {"rope_parameters": ROPE}, "rope_type='linear' is not implemented in phi3"),
         ("mistral3_text", {"text_config": None}, "text_config is missing"),
-        ("mistral3_text", {"text_config": {"model_type": "ministral3"}}, "text_config.model_type='ministral3'"),
+        (
+            "mistral3_text",
+            {"text_config": {"model_type": "ministral"}},
+            "text_config.model_type='ministral' is not impl",
+        ),
         (
             "phi3_longrope",
             {
@@ -134,6 +139,12 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("solar_open_plain", {"use_qk_norm": True}, "use_qk_norm=True is not implemented"),
         ("solar_open_plain", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not implemented"),
         ("mellum_plain", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
+        ("hunyuan_v1_dense_plain", {"use_cla": True}, "use_cla=True is not implemented"),
+        ("hunyuan_v1_dense_plain", {"use_qk_norm": False}, "use_qk_norm=False is not implemented"),
+        ("hunyuan_v1_dense_plain", {"rope_parameters": STRETCHED | {"alpha": -1.0}}, "alpha=-1.0 must be in"),
+        ("hunyuan_v1_moe_awkward", {"moe_topk": [3, 2]}, "moe_topk differs between layers, which is not implemented"),
+        ("afmoe_plain", {"score_func": "softmax"}, "score_func='softmax' is not implemented"),
+        ("arcee_plain", {"hidden_act": "xielu"}, "hidden_act='xielu' is not implemented"),
         ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
@@ -317,6 +328,21 @@ def test_positions_of_cwm_are_scaled_unless_a_config_says_otherwise():
     scaling = config_of("cwm_plain", rope_parameters=None).positions[0].scaling
     assert (scaling.kind, scaling.factor, scaling.original_context) == ("llama3", 16.0, 8192)
     assert config_of("cwm_plain", rope_parameters={"rope_type": "default"}).positions[0].scaling is None
+
+
+def test_alpha_stretches_the_rotation_of_hunyuan():
+    positions = config_of("hunyuan_v1_dense_plain", rope_parameters=STRETCHED).positions[0]
+    assert positions.theta == pytest.approx(10_000 * 1000 ** (8 / 6))
+    assert positions.scaling is None
+    assert config_of("hunyuan_v1_dense_awkward").positions[0].theta == 10_000.0
+
+
+def test_ministral_3_may_be_the_text_part_of_a_model_that_sees():
+    alone, whole = hf_config("ministral3_plain"), {"model_type": "mistral3", "tie_word_embeddings": False}
+    config = family_of(whole).config(whole | {"text_config": alone})
+    assert config == config_of("ministral3_plain")
+    temperature = config.layer(0).mixer.query_temperature
+    assert (temperature.beta, temperature.original_context) == (0.3, 16)
 
 
 def test_gelu_means_its_tanh_approximation_in_gemma():

@@ -6,7 +6,7 @@ Dimensions everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), ml
 of images batch (B), height (H), width (W), channels (C).
 """
 
-from jaxinfer.models.config.attention import AttentionConfig, QKNormScope
+from jaxinfer.models.config.attention import AttentionConfig, QKNormScope, QueryTemperature
 from jaxinfer.models.config.checks import MAX_EXPERTS, MAX_LAYERS
 from jaxinfer.models.config.convolutional import STRIDES, ResNetConfig, YoloConfig
 from jaxinfer.models.config.decoder import DecoderConfig
@@ -74,6 +74,7 @@ __all__ = [
     "PositionsConfig",
     "PreprocessingConfig",
     "QKNormScope",
+    "QueryTemperature",
     "ResNetConfig",
     "Resampling",
     "RopeScaling",

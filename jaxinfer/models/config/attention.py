@@ -16,6 +16,17 @@ class QKNormScope(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Queries become larger by 1 + beta ln(1 + floor(position / original_context)) (Ministral 3)."""
+
+    beta: float
+    original_context: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "original_context")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Sizes and options of attention, grouped-query throughout."""
 
@@ -28,8 +39,11 @@ class AttentionConfig:
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
     window: int | None = None  # a query sees so many tokens, itself the last; None: all earlier tokens
     positions: PositionsConfig = NO_POSITIONS
+    query_temperature: QueryTemperature | None = None
     qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
+    qk_norm_after_rope: bool = False  # normalise them after it (Hunyuan)
     qk_norm_scope: QKNormScope = QKNormScope.HEAD
+    output_gate: bool = False  # multiply each feature of the heads by sigmoid(x G), with a matrix G (AFMoE)
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
     real_kv_heads: int | None = None  # those from here on are padding; None: none is
     real_q_heads: int | None = None  # how many are no padding; None: all
@@ -45,10 +59,24 @@ class AttentionConfig:
             raise ValueError(f"AttentionConfig.window must be None or >= 1, got {self.window}.")
         if (rotary_dim := self.positions.rotary_dim) > self.head_dim:
             raise ValueError(f"rotary_dim={rotary_dim} is larger than head_dim={self.head_dim}.")
+        if self.qk_norm_after_rope and (not self.qk_norm or self.qk_norm_scope is not QKNormScope.HEAD):
+            raise ValueError(
+                f"AttentionConfig.qk_norm_after_rope needs qk_norm=True and qk_norm_scope=head, got {self.qk_norm} and "
+                f"{self.qk_norm_scope}."
+            )
+        if self.query_temperature is not None and self.qk_norm:
+            raise ValueError("AttentionConfig.query_temperature is not implemented with qk_norm=True.")
         if self.real_kv_heads is not None and not 1 <= self.real_kv_heads <= self.kv_heads:
             raise ValueError(
                 f"AttentionConfig.real_kv_heads={self.real_kv_heads} must be in [1, kv_heads={self.kv_heads}]."
             )
+
+    def for_context(self, context: int) -> "AttentionConfig":
+        """The attention of an engine whose requests have at most so many tokens."""
+        temperature = self.query_temperature
+        if temperature is not None and context <= temperature.original_context:
+            temperature = None  # it is 1 at all positions
+        return dataclasses.replace(self, positions=self.positions.for_context(context), query_temperature=temperature)
 
     @property
     def group(self) -> int:

@@ -107,7 +107,7 @@ class DecoderConfig(TextModelConfig):
 
     def for_context(self, context: int) -> Self:
         """The config in an engine whose requests have at most so many tokens; weights and caches are as here."""
-        return self.map_layers(lambda kind: kind.with_attention(positions=kind.mixer.positions.for_context(context)))
+        return self.map_layers(lambda kind: dataclasses.replace(kind, mixer=kind.mixer.for_context(context)))
 
     @property
     def output_width(self) -> int:

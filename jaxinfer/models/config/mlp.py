@@ -13,7 +13,9 @@ class Activation(enum.StrEnum):
     GELU = "gelu"  # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation
     RELU = "relu"
+    RELU2 = "relu2"  # the square of relu (arXiv:2109.08668)
     SILU = "silu"
+    XIELU = "xielu"  # with two numbers that each layer has learned (arXiv:2411.13010)
 
 
 class RouterKind(enum.StrEnum):
@@ -120,6 +122,8 @@ class MlpConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden")
+        if self.activation is Activation.XIELU and (self.gated or self.moe is not None):
+            raise ValueError("MlpConfig.activation=xielu is not implemented in gated MLPs and in experts.")
 
     @property
     def shared(self) -> "MlpConfig | None":

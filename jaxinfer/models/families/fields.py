@@ -17,6 +17,7 @@ _ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }
@@ -212,7 +213,7 @@ class Fields:
         fraction_names: tuple[str, ...] = ("partial_rotary_factor",),
     ) -> PositionsConfig:
         """Return rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
-        name = self._one_spelling("rope_parameters", "rope_scaling")
+        name = self.one_spelling("rope_parameters", "rope_scaling")
         rope = Fields(self.optional(dict, name) or {})
         theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
         fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
@@ -232,7 +233,7 @@ class Fields:
 
         In the older spelling `rope_scaling` is of full attention alone.
         """
-        self._one_spelling("rope_parameters", "rope_scaling")
+        self.one_spelling("rope_parameters", "rope_scaling")
         nested = self.optional(dict, "rope_parameters") or {}
         if nested and not nested.keys() <= {FULL, SLIDING}:
             raise ValueError(
@@ -252,7 +253,7 @@ class Fields:
             SLIDING: sliding.rotary(head_dim, theta=sliding_theta, theta_names=sliding_names),
         }
 
-    def _one_spelling(self, new: str, old: str) -> str:
+    def one_spelling(self, new: str, old: str) -> str:
         """Return which of two spellings of a field the config has. Raises ValueError for both if they differ."""
         if self.values.get(new) and self.values.get(old) and self.values[new] != self.values[old]:
             raise ValueError(f"{self.file}: {new} and {old} differ; put what {old} has into {new}, and remove {old}.")

@@ -23,13 +23,18 @@ def without_axes(hf: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def text_part(family: Family, model_type: str, *, flat: bool = False) -> Family:
+def text_part(family: Family, model_type: str, *, others: tuple[Family, ...] = (), flat: bool = False) -> Family:
     """The family of models whose text part, with its config in `text_config`, is of `family`.
 
     The tensors of the other parts are left out. If the whole has a `tie_word_embeddings`, it counts.
 
-    flat: whether published files have the fields of the text part beside those of the whole, without `text_config`.
+    Args:
+      family: of the text part.
+      model_type: of the whole.
+      others: families that the text part may be of, too, with the same tensors.
+      flat: whether published files have the fields of the text part beside those of the whole, without `text_config`.
     """
+    families = {kind: each for each in (family, *others) for kind in each.model_types}
 
     def config(hf: Mapping[str, Any]) -> ModelConfig:
         fields = Fields(hf)
@@ -38,13 +43,14 @@ def text_part(family: Family, model_type: str, *, flat: bool = False) -> Family:
             text = dict(hf) | {"model_type": family.model_types[0]}
         if text is None:
             raise ValueError("config.json: text_config is missing; use the checkpoint's original config.json.")
-        if (kind := text.get("model_type", family.model_types[0])) not in family.model_types:
+        kind = Fields(text, "config.json: text_config").optional(str, "model_type") or family.model_types[0]
+        if kind not in families:
             refuse(
                 f"config.json: text_config.model_type={shown(kind)} is not implemented in {model_type}, only "
-                f"{family.model_types[0]!r}; choose another checkpoint."
+                f"{', '.join(map(repr, families))}; choose another checkpoint."
             )
         tied = fields.optional(bool, "tie_word_embeddings")
-        return family.config(text if tied is None else text | {"tie_word_embeddings": tied})
+        return families.get(kind, family).config(text if tied is None else text | {"tie_word_embeddings": tied})
 
     return dataclasses.replace(
         family,

@@ -1,5 +1,6 @@
 """Grouped-query attention."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxinfer.models.layers.low_rank import AdapterDelta
 from jaxinfer.models.layers.norm import Norm, normalize_heads
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
+from jaxinfer.pallas_kernels.rotary import rotate
 from jaxinfer.sharding.collectives import local_part, local_start, psum
 
 
@@ -40,6 +42,7 @@ class Attention(nnx.Module):
       qkv: the fused projection. Its outputs are ordered by KV head: the queries of its group, its key, its value.
         A shard along KV heads is therefore complete in itself.
       out: back to the width of the model.
+      gate: the projection of the output gate, whose outputs are ordered as those of the heads; None: there is none.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class Attention(nnx.Module):
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
+        gates = width if cfg.output_gate else 0
+        self.gate = Linear(embed, gates, weights, axes=("heads", "embed"), bias=False, rngs=rngs) if gates else None
         shared = cfg.qk_norm_scope is QKNormScope.HEAD
         sizes, axis = ((1, 1), "norm") if shared else ((cfg.q_heads, cfg.kv_heads), "heads")
         self.q_norm, self.k_norm = (
             Norm(heads * cfg.head_dim, norm, axis=axis) if cfg.qk_norm else None for heads in sizes
         )
-        self.fuses_norms = shared and norm.kind is NormKind.RMS
+        self.fuses_norms = shared and norm.kind is NormKind.RMS and not cfg.qk_norm_after_rope
         """Whether the attention operations normalise queries and keys themselves."""
 
     @jax.named_scope("attention")
@@ -87,7 +92,10 @@ class Attention(nnx.Module):
         qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=adapter_delta), forward_context.groups
         heads, keys = [], None
         tables = forward_context.rotary.get(self.cfg.positions, (None,) * len(groups))
-        for group, rotary, part in zip(groups, tables, unpack(self._with_norms(qkv), groups), strict=True):
+        if not self.cfg.qk_norm_after_rope:
+            qkv = self._with_norms(qkv)
+        for group, rotary, part in zip(groups, tables, unpack(qkv, groups), strict=True):
+            part, rotary = self._prepared(part, group.positions, rotary)
             if cache is None:
                 mixed, keys = self._attend_within_rows(part, group.positions, rotary, forward_context)
             else:
@@ -98,7 +106,11 @@ class Attention(nnx.Module):
                     # Else the next group's write is not known to come after this one's reads: XLA copies the cache.
                     mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
-        return AttentionOutput(pack(heads), cache, keys)
+        mixed = pack(heads)
+        if self.gate is not None:
+            gate = jax.nn.sigmoid(self.gate.norm_linear(x, norm).astype(jnp.float32))
+            mixed = (mixed * gate).astype(mixed.dtype)
+        return AttentionOutput(mixed, cache, keys)
 
     def _attend_within_rows(
         self,
@@ -119,12 +131,30 @@ class Attention(nnx.Module):
         """Normalise the queries and keys of a projection, unless the attention operations do it themselves."""
         if self.q_norm is None or self.k_norm is None or self.fuses_norms:
             return qkv
-        cfg = self.cfg
-        heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.group + 2, cfg.head_dim)
-        q, k, v = jnp.split(heads, (cfg.group, cfg.group + 1), axis=-2)
+        cfg, norms = self.cfg, (self.q_norm, self.k_norm)
         real = cfg.real_q_heads or cfg.q_heads, cfg.real_kv_heads or cfg.kv_heads
-        q, k = normalize_heads((q, k), (self.q_norm, self.k_norm), cfg.qk_norm_scope, heads=real)
-        return jnp.concatenate((q, k, v), axis=-2).reshape(qkv.shape)
+        return self._with_heads(qkv, lambda q, k: normalize_heads((q, k), norms, cfg.qk_norm_scope, heads=real))
+
+    def _prepared(
+        self, qkv: jax.Array, positions: jax.Array, rotary: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Do to a group's queries and keys what the attention operations do not; return the rotation left to them."""
+        if (temperature := self.cfg.query_temperature) is not None:
+            periods = jnp.floor(jnp.maximum(positions, 0) / temperature.original_context)
+            factor = (1.0 + temperature.beta * jnp.log1p(periods))[..., None, None, None]
+            qkv = self._with_heads(qkv, lambda q, k: ((q * factor).astype(q.dtype), k))
+        if not self.cfg.qk_norm_after_rope:
+            return qkv, rotary
+        if rotary is not None:
+            cos, sin = (table[..., None, :] for table in rotary)
+            qkv = self._with_heads(qkv, lambda q, k: (rotate(q, (cos, sin)), rotate(k, (cos, sin))))
+        return self._with_norms(qkv), None
+
+    def _with_heads(self, qkv: jax.Array, change: Callable[[jax.Array, jax.Array], Sequence[jax.Array]]) -> jax.Array:
+        """Change the queries [..., Hkv, G, K] and the keys [..., Hkv, 1, K] of a projection."""
+        heads = qkv.reshape(*qkv.shape[:-1], -1, self.cfg.group + 2, self.cfg.head_dim)
+        q, k, v = jnp.split(heads, (self.cfg.group, self.cfg.group + 1), axis=-2)
+        return jnp.concatenate((*change(q, k), v), axis=-2).reshape(qkv.shape)
 
     @property
     def _head_options(self) -> dict[str, Any]:
