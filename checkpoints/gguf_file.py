@@ -92,9 +92,12 @@ class GgufFile:
         for name, shape, type_, offset in infos:
             self._add(header, name, GgufTensor(shape, self._known_type(name, type_), start + offset))
 
-    def read(self, name: str) -> np.ndarray:
-        """Read a tensor: floats as they are stored, all other types as float32."""
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Read a tensor, or one of its slowest dimension: floats as they are stored, all other types as float32."""
         tensor = self.tensors[name]
+        if index is not None:
+            matrix = dataclasses.replace(tensor, shape=tensor.shape[1:])
+            tensor = dataclasses.replace(matrix, offset=tensor.offset + index * matrix.bytes)
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
             stored = np.frombuffer(file.read(tensor.bytes), np.uint8)

@@ -83,6 +83,8 @@ ROPES = {
     },
 }
 FLOATS = ("F32", "F16", "BF16")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 32}
+EXPERTS |= {"intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": False}
 # name -> (architecture, tokenizer.ggml.pre, or SentencePiece's space prefix, rope, further sizes, types)
 GOLDENS = {
     "llama": ("llama", "llama-bpe", "llama3", {"attention_bias": True}, FLOATS),
@@ -94,6 +96,17 @@ GOLDENS = {
         {"num_hidden_layers": 7, "intermediate_size": 16, "sliding_window": 4, "query_pre_attn_scalar": 8},
         FLOATS,
     ),
+    "gemma": ("gemma", None, "default", {"head_dim": 12}, ("F32",)),
+    "ernie4_5": ("ernie4_5", None, "default", {"head_dim": 12}, ("F32",)),
+    "exaone4": (
+        "exaone4",
+        None,
+        "default",
+        {"head_dim": 4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+        ("F32",),
+    ),
+    "qwen2moe": ("qwen2moe", None, "default", EXPERTS | {"shared_expert_intermediate_size": 24}, ("F32",)),
+    "qwen3moe": ("qwen3moe", None, "default", EXPERTS | {"norm_topk_prob": True}, ("Q4_0",)),
     "quantised": (
         *("llama", None, "default"),
         {"hidden_size": 256, "intermediate_size": 32, "head_dim": 32, "num_hidden_layers": 1}
@@ -103,6 +116,9 @@ GOLDENS = {
     "smollm": (None, "smollm", None, {}, ()),
     "gpt2": (None, "gpt-2", None, {}, ()),
 }
+
+
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 
 
 def corpus():
@@ -200,15 +216,15 @@ def write_spm(writer, spm, prefix, vocab):
 
 def make_model(architecture, fields):
     torch.manual_seed(len(architecture))
-    model_type = {"gemma3": "gemma3_text"}.get(architecture, architecture)
+    model_type = MODEL_TYPES.get(architecture, architecture)
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = transformers.CONFIG_MAPPING[model_type](**fields, **ids)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    gemma = architecture == "gemma3"  # its norms multiply by 1 + weight
+    gemma = architecture.startswith("gemma")  # its norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
-        if parameter.ndim == 2:
-            values *= (1.5 if "embed" in name else 3) / parameter.shape[1] ** 0.5
+        if parameter.ndim >= 2:
+            values *= (1.5 if "embed" in name else 3) / parameter.shape[-1] ** 0.5
         elif name.endswith("bias") or gemma:
             values *= 0.3
         else:
@@ -230,6 +246,12 @@ def write_config(writer, architecture, config, vocab):
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(vocab)
+    if architecture in ("qwen2moe", "qwen3moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     rope = config.rope_parameters
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
@@ -254,13 +276,23 @@ def write_tensors(writer, architecture, model):
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             weight = weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(weight))
-    if architecture == "llama" and config.rope_parameters["rope_type"] == "llama3":
+        for part, values in of_experts(name, weight):
+            writer.add_tensor(names.get_name(part, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
+    if architecture in ("llama", "exaone4") and config.rope_parameters["rope_type"] == "llama3":
         scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
         plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+
+
+def of_experts(name, weight):
+    """A tensor as the converter takes it: the gates and ups of all experts apart."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(weight, 2, axis=1)
+        module = name.removesuffix("gate_up_proj")
+        return [(f"{module}gate_proj.weight", gate), (f"{module}up_proj.weight", up)]
+    return [(f"{name}.weight" if name.endswith("experts.down_proj") else name, weight)]
 
 
 def finish(writer):
@@ -404,9 +436,13 @@ def made(name, model, file, out, types, expected):
 
 
 def main():
-    expected = {}
+    """Make all, or those that the command line names, beside those that there are."""
+    names = sys.argv[1:] or GOLDENS
+    expected = json.loads((OUT / "expected.json").read_text()) if sys.argv[1:] else {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in GOLDENS:
+        if sys.argv[1:]:
+            zipfile.ZipFile(OUT / "models.zip").extractall(folder)
+        for name in names:
             make(name, pathlib.Path(folder), expected)
         OUT.mkdir(exist_ok=True)
         with zipfile.ZipFile(OUT / "models.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:

@@ -33,6 +33,23 @@ _GEMMA_LAYER = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXAONE_LAYER = {
+    **{ours: theirs for ours, theirs in _LAYER.items() if ours not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS_LAYER = {
+    **_LAYER,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_EXPERTS_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of Llama 3.1's rotary positions are divided; the other tensors have names in Hugging Face."""
 
@@ -56,7 +73,10 @@ class GgufArchitecture:
     keys: tuple[str, ...] = ()
 
     def tensor_name(self, name: str) -> str:
-        """The name in Hugging Face's checkpoints of a tensor in GGUF. Raises ValueError for an unknown one."""
+        """The name in Hugging Face's checkpoints of a tensor in GGUF, with {} for the number of an expert.
+
+        Raises ValueError for an unknown one.
+        """
         match = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", name)
         table = {} if match is None else _TOP if match["layer"] is None else self.layer
         if match is None or match["part"] not in table:
@@ -75,6 +95,17 @@ ARCHITECTURES = {
         norm_offset=1.0,
         keys=("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
     ),
+    "gemma": GgufArchitecture(model_type="gemma", norm_offset=1.0),
+    "ernie4_5": GgufArchitecture(model_type="ernie4_5"),
+    "exaone4": GgufArchitecture(
+        model_type="exaone4",
+        layer=_EXAONE_LAYER,
+        keys=("attention.sliding_window", "attention.sliding_window_pattern"),
+    ),
+    "qwen2moe": GgufArchitecture(
+        model_type="qwen2_moe", layer=_EXPERTS_LAYER, keys=(*_EXPERTS_KEYS, "expert_shared_feed_forward_length")
+    ),
+    "qwen3moe": GgufArchitecture(model_type="qwen3_moe", layer=_EXPERTS_LAYER, keys=_EXPERTS_KEYS),
 }
 
 _KEYS = (
@@ -137,7 +168,8 @@ def config_fields(
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
     }
-    return fields if architecture.model_type != "gemma3_text" else fields | _gemma3(keys, fields)
+    read = _OWN_FIELDS.get(architecture.model_type)
+    return fields if read is None else fields | read(keys, fields)
 
 
 def generation_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +209,8 @@ class _Keys:
     def refuse_others(self, known: set[str]) -> None:
         """Refuse all keys but the known ones, and those that say that there is no such part."""
         for key, value in _ABSENT.items():
-            self.expect(key, value)
+            if key not in known:
+                self.expect(key, value)
         for name in self.values:
             architecture, _, key = name.partition(".")
             if architecture == self.architecture and key not in known | _ABSENT.keys():
@@ -213,6 +246,38 @@ def _gemma3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
             },
         },
     }
+
+
+def _ernie(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ERNIE 4.5 that others have otherwise."""
+    return {"use_bias": fields["attention_bias"]}
+
+
+def _exaone4(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of EXAONE 4 that others have not. Of its models, those without windows have no key of them."""
+    window = keys.integer("attention.sliding_window", default=0)
+    return {"sliding_window": window or None, "sliding_window_pattern": 4}
+
+
+def _with_experts(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Qwen2-MoE and Qwen3-MoE that others have not; llama.cpp divides the weights of the latter alone."""
+    shared = keys.architecture == "qwen2moe"
+    return {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": not shared,
+        "qkv_bias": fields["attention_bias"],
+    } | ({"shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length")} if shared else {})
+
+
+_OWN_FIELDS = {
+    "gemma3_text": _gemma3,
+    "ernie4_5": _ernie,
+    "exaone4": _exaone4,
+    "qwen2_moe": _with_experts,
+    "qwen3_moe": _with_experts,
+}
 
 
 def _rope_scaling(keys: _Keys, theta: float, head_dim: int, factors: np.ndarray | None) -> dict[str, Any]:

@@ -47,12 +47,15 @@ class GgufModel:
             self.generation = generation_fields(file.metadata)
             self.files = gguf_tokenizer.tokenizer_files(file.metadata, self.fields["vocab_size"])
             names = {architecture.tensor_name(name): name for name in shapes if name != ROPE_FACTORS}
+            names = _of_experts(names, shapes)
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
         self._names, self._architecture = names, architecture
         self.tensors = {
-            theirs: TensorInfo(file.path, name, shapes[name], _stored_dtype(file.tensors[name].type.name))
-            for theirs, name in names.items()
+            theirs: TensorInfo(
+                file.path, name, _shape(theirs, shapes[name], expert), _stored_dtype(file.tensors[name].type.name)
+            )
+            for theirs, (name, expert) in names.items()
         }
 
     @property
@@ -62,14 +65,34 @@ class GgufModel:
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
-        tensor, architecture = self._file.read(self._names[name]), self._architecture
+        tensor, architecture = self._file.read(*self._names[name]), self._architecture
         if architecture.norm_offset and name.endswith("norm.weight"):
             return tensor.astype(np.float32) - architecture.norm_offset
         if architecture.rotates_pairs and ".q_proj." in name:
             return _pairs_apart(tensor, self.fields["num_attention_heads"])
         if architecture.rotates_pairs and ".k_proj." in name:
             return _pairs_apart(tensor, self.fields["num_key_value_heads"])
-        return tensor
+        return tensor.reshape(self.tensors[name].shape)
+
+
+def _of_experts(names: dict[str, str], shapes: dict[str, Shape]) -> dict[str, tuple[str, int | None]]:
+    """The tensor of each name in Hugging Face's checkpoints, and which expert's matrix of it; None: the whole."""
+    tensors: dict[str, tuple[str, int | None]] = {}
+    for theirs, name in names.items():
+        if "{}" not in theirs:
+            tensors[theirs] = name, None
+            continue
+        if len(shapes[name]) != 3:
+            raise ValueError(f"{name} is {list(shapes[name])}, not a matrix for each expert; fetch the file again.")
+        tensors |= {theirs.format(expert): (name, expert) for expert in range(shapes[name][0])}
+    return tensors
+
+
+def _shape(theirs: str, stored: Shape, expert: int | None) -> Shape:
+    """The shape of a tensor in Hugging Face's checkpoints; llama.cpp may leave out that a gate has one row."""
+    if expert is not None:
+        return stored[1:]
+    return (1, *stored) if theirs.endswith("shared_expert_gate.weight") and len(stored) == 1 else stored
 
 
 def _stored_dtype(type_: str) -> str:
