@@ -28,7 +28,7 @@ FAMILIES = (
     *("ernie4_5_moe", "vaultgemma", "cwm", "mellum", "solar_open", "internlm3", "qwen2_5_vl"),
     *("arcee", "afmoe", "nemotron", "apertus", "ministral3", "hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """Of log probabilities in float32. Tokens may differ where two are nearly as likely; none did."""
 
 
