@@ -1,5 +1,7 @@
 """Pages of the prefix cache on the host, against a model that keeps their contents."""
 
+import subprocess
+import sys
 from collections import OrderedDict
 
 import ml_dtypes
@@ -129,3 +131,12 @@ def test_statistics_count_bytes():
     assert stats.waited > 0
     assert stats.stored_bytes == 3 * sum(x.nbytes for x in PAGE)
     assert "3 of 5 in use" in str(stats)
+
+
+@pytest.mark.slow
+def test_the_process_ends_after_the_copy_of_a_worker_that_was_dropped():
+    lines = ["import time", "from jaxinfer.generation.engine.page_tier import make_worker"]
+    lines += ["def copy():", "    time.sleep(0.5)", "    print('copied')"]
+    lines += ["worker = make_worker('test')", "worker.submit(copy)", "time.sleep(0.1)", "del worker"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout == "copied\n"
