@@ -49,6 +49,10 @@ CONFIG = DecoderConfig(
     ),
     norm=NormConfig(kind=NormKind.RMS),
 ).with_windows((None, 20))
+TWO_WIDTHS = dataclasses.replace(
+    CONFIG, pattern=(CONFIG.layer(0), CONFIG.layer(1).with_attention(kv_heads=1, head_dim=32))
+)
+"""Layers whose pages differ: in their KV heads, their head size, and the bytes of a token."""
 ONE_KIND = CONFIG.with_windows((None,))
 """Layers of one kind, which streaming runs by the same programs."""
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 from jaxinfer.models.config import DecoderConfig, LayerConfig
 from jaxinfer.sharding.planner import LayerShape, ModelShape
@@ -17,7 +18,7 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
         name=name,
         hidden=config.output_width,
         vocab=config.vocab,
-        heads=config.layer(0).mixer.q_heads,
+        heads=math.gcd(*(kind.mixer.q_heads for kind in config.pattern)),
         tied=config.tied,
         layers=tuple(dataclasses.replace(layer, count=count) for layer, count in counts.items()),
     )

@@ -15,10 +15,10 @@ from jaxinfer.sharding import MeshConfig
 from tests.generation.few_programs import few_programs
 from tests.generation.sampled import SIZES, next_of_last, only_even
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG, save_tiny
+from tests.tiny import CONFIG, TWO_WIDTHS, save_tiny
 
-THREE, FIVE = (dataclasses.replace(CONFIG, layers=layers) for layers in (3, 5))
-"""Layers of two kinds, which no number of stages divides evenly."""
+THREE, FIVE = (dataclasses.replace(TWO_WIDTHS, layers=layers) for layers in (3, 5))
+"""Layers of two kinds with different pages, which no number of stages divides evenly."""
 WAYS = {
     "whole": {},
     "mesh": {"mesh": MeshConfig(tensor=4)},  # two KV heads and 257 tokens are fitted

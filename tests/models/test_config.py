@@ -67,10 +67,6 @@ def encoder(**changes):
         (change(ROTARY, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
         (change(LAYER.mixer, positions=dataclasses.replace(ROTARY, rotary_dim=66)), "larger than head_dim=64"),
         (change(LLAMA, pattern=()), r"DecoderConfig\.pattern must hold at least one kind of layer"),
-        (
-            change(LLAMA, pattern=(LAYER, LAYER.with_attention(head_dim=128))),
-            r"different kv_heads and head_dim \(\[\(4, 64\), \(4, 128\)\]\), which is not implemented",
-        ),
         (change(LAYER.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
         (change(LLAMA, word_embed=0), r"DecoderConfig\.word_embed must be >= 1, got 0"),
         (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),

@@ -1,6 +1,7 @@
 """The table of a model: its family, its sizes and where it comes from."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -108,11 +109,12 @@ def _transformer_rows(config: TransformerConfig) -> list[tuple[str, object]]:
 
 
 def _layer_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object]]:
-    attention = config.layer(0).mixer
+    mixers = (config.layer(layer).mixer for layer in range(config.layers))
+    heads = Counter(f"{mixer.q_heads} of {mixer.head_dim}, {mixer.kv_heads} KV" for mixer in mixers)
     return [
         ("layers", config.layers),
         ("width", config.embed),
-        ("heads", f"{attention.q_heads} of {attention.head_dim}, {attention.kv_heads} KV"),
+        ("heads", "; ".join(size if n == config.layers else f"{size}, {n} layers" for size, n in heads.items())),
         *_mlp_rows(config),
     ]
 

@@ -74,7 +74,7 @@ class VirtualExecutor:
 
     def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
         """Make a block without content for each lane."""
-        return [[PageBlock(kv=None)] for _ in batch.lanes]
+        return [[PageBlock(kv=())] for _ in batch.lanes]
 
     def wait(self, step: InFlightStep) -> None:
         """Wait for a step's end."""

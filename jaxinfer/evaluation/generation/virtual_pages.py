@@ -84,4 +84,4 @@ class _Reading(InterruptibleFuture[Loaded]):
 
 def _block(pages: int) -> PageBlock:
     """A block of so many pages without content, [S, N]."""
-    return PageBlock(np.empty((1, pages), np.uint8))
+    return PageBlock((np.empty((1, pages), np.uint8),))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,17 +14,27 @@ from jaxinfer.generation.outputs import ExpertLoad, TokenLogprob
 
 
 class PageBlock(NamedTuple):
-    """The content of N pages of a lane, each contiguous over its L layers; numpy on the host.
+    """The content of N pages of a lane; numpy on the host.
 
-    With S stages of a pipeline, those of each stage come one after the other; so do those of the lanes in a stage.
+    Layers whose pages have the same shape share an array. With S stages of a pipeline, the pages of each stage come one
+    after the other; so do those of the lanes in a stage.
 
     Attributes:
-      kv: keys and values, [N, L, 2, page_size, Hkv, K].
-      scale: float32 [N, L, 2, Hkv] if they are int8, else None.
+      kv: keys and values, [N, L, 2, page_size, Hkv, K], for each such group of L layers.
+      scale: float32 [N, L, 2, Hkv] for each group if they are int8, else empty.
     """
 
-    kv: Any
-    scale: Any = None
+    kv: tuple[Any, ...]
+    scale: tuple[Any, ...] = ()
+
+    def map(self, change: Callable[[Any], Any]) -> "PageBlock":
+        """Change each array."""
+        return PageBlock(tuple(map(change, self.kv)), tuple(map(change, self.scale)))
+
+    @property
+    def places(self) -> int:
+        """The number of pages, padding included, of a block on the host, [S, N, ...]."""
+        return self.kv[0].shape[1]
 
 
 class Restored(NamedTuple):

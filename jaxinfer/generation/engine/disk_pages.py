@@ -73,7 +73,7 @@ class DiskPages(PageTier):
         new = [page for page in places_of(keys, blocks) if page[0] not in self]
         if new and self.has_room:
             self._writing.update(key for key, *_ in new)
-            self._writes.append((self._worker.submit(self._write, new), sum(block.kv.shape[1] for block in blocks)))
+            self._writes.append((self._worker.submit(self._write, new), sum(block.places for block in blocks)))
 
     def _write(self, pages: Sequence[tuple[bytes, PageBlock, int]]) -> None:
         """Write pages of blocks; in the worker."""

@@ -202,12 +202,12 @@ def empty_block(page: PageBlock, count: int) -> PageBlock:
         shape = x.shape[0], count, *x.shape[1:]
         return aligned_buffer(math.prod(shape) * x.dtype.itemsize).view(x.dtype).reshape(shape)
 
-    return PageBlock(*map(make, parts_of(page)))
+    return page.map(make)
 
 
 def parts_of(block: PageBlock) -> list[Any]:
     """The arrays or shapes of a block."""
-    return [x for x in block if x is not None]
+    return [*block.kv, *block.scale]
 
 
 def arrays_of(block: PageBlock) -> list[np.ndarray]:
@@ -217,5 +217,5 @@ def arrays_of(block: PageBlock) -> list[np.ndarray]:
 
 def places_of(keys: Sequence[bytes], blocks: Sequence[PageBlock]) -> Iterator[tuple[bytes, PageBlock, int]]:
     """The pages of blocks: (key, block, place in it); the last block may have padding."""
-    places = [(block, at) for block in blocks for at in range(block.kv.shape[1])]
+    places = [(block, at) for block in blocks for at in range(block.places)]
     return ((key, *place) for key, place in zip(keys, places, strict=False))

@@ -182,5 +182,5 @@ def await_pages(lanes: Sequence[Restoring]) -> None:
 
 def restored(pages: Sequence[int], block: PageBlock, first: int) -> Restored:
     """The pages that a block's pages become, from the first of them on."""
-    after = block.kv.shape[1] - first - len(pages)
+    after = block.places - first - len(pages)
     return Restored([-1] * first + [*pages] + [-1] * after, block)

@@ -229,9 +229,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """Wait for pages for the host; returns those of each lane."""
         stages, lanes = self.state.layout.num_stages, self.state.layout.lanes
         on_host = jax.tree.map(lambda x: x.reshape(stages, lanes, -1, *x.shape[1:]), self._read(blocks))
-        return [
-            [PageBlock(*(x if x is None else x[:, lane] for x in block)) for block in on_host] for lane in range(lanes)
-        ]
+        return [[block.map(lambda x, lane=lane: x[:, lane]) for block in on_host] for lane in range(lanes)]
 
     def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput | PageBlock]) -> Any:
         """Wait for results; returns them as arrays of the host."""

@@ -15,7 +15,7 @@ from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
+from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, group_by_page
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.bitmasks import bitmask_words
@@ -137,7 +137,12 @@ class DeviceLayout:
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
         self.leaves: Sequence[jax.Array | jax.ShapeDtypeStruct] = self._shapes() if leaves is None else list(leaves)
-        self.caches = [self.layer_pages(slice_pages or num_pages)] * self.config.layers
+        self.caches = [self.layer_pages(layer, slice_pages or num_pages) for layer in range(self.config.layers)]
+        if slice_pages and len(groups := group_by_page(self.caches)) > 1:
+            raise ValueError(
+                f"kv_offload is not implemented for layers of different KV heads or head sizes, such as {groups[0][0]} "
+                f"and {groups[1][0]}: leave it out."
+            )
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 
@@ -246,15 +251,17 @@ class DeviceLayout:
 
     def block(self, count: int) -> PageBlock:
         """The shapes of a block with `count` pages of each lane."""
-        layers, cache = self.config.layers, self.caches[0]
+        caches = self.caches
 
-        def stack(x: Any, *names: str) -> Any:
-            page = x.shape[1:]
-            shape = jax.ShapeDtypeStruct((self.lanes * count, layers, 2, *page), x.dtype)
-            return self.stack_stages(shape, "pages", None, None, *names)
+        def stack(field: str, *names: str) -> tuple[Any, ...]:
+            shapes = [
+                jax.ShapeDtypeStruct((self.lanes * count, len(layers), 2, *x.shape[1:]), x.dtype)
+                for layers in group_by_page(caches)
+                if (x := getattr(caches[layers[0]], field)) is not None
+            ]
+            return tuple(self.stack_stages(shape, "pages", None, None, *names) for shape in shapes)
 
-        scale = None if cache.k_scale is None else stack(cache.k_scale, "kv_heads")
-        return PageBlock(stack(cache.k, "page", "kv_heads", "head_dim"), scale)
+        return PageBlock(stack("k", "page", "kv_heads", "head_dim"), stack("k_scale", "kv_heads"))
 
     @property
     def host_page(self) -> PageBlock:
@@ -269,9 +276,9 @@ class DeviceLayout:
         """The places of the block that a program returns, as `state_shardings`."""
         return self.shardings_of(self.block(count))
 
-    def layer_pages(self, count: int) -> KVPages:
-        """The shapes of so many pages of each lane, of one layer; those of all layers are equal."""
-        kv_dtype, attention = self.engine.kv_dtype, self.config.layer(0).mixer
+    def layer_pages(self, layer: int, count: int) -> KVPages:
+        """The shapes of so many pages of each lane, of one layer."""
+        kv_dtype, attention = self.engine.kv_dtype, self.config.layer(layer).mixer
         dtype = self.weights.dtype if kv_dtype is None else np.dtype(kv_dtype)
         sizes = self.lanes * count, self.engine.page_size, attention.kv_heads, attention.head_dim
 

@@ -236,20 +236,18 @@ def _block(lanes: Sequence[Restored | None], part: slice) -> PageBlock:
     """A part of the lanes' blocks, as programs take it: in each stage, the lanes one after the other."""
     known = next(lane.block for lane in lanes if lane)
 
-    def join(field: str, like: np.ndarray | None) -> np.ndarray | None:
-        if like is None:
-            return None
+    def join(like: np.ndarray, *each: np.ndarray | None) -> np.ndarray:
         shape = like.shape[0], part.stop - part.start, *like.shape[2:]
         if len(lanes) == 1:  # nearly always: nothing is copied
             return like[:, part].reshape(-1, *shape[2:])
         joined = np.zeros((shape[0], len(lanes), *shape[1:]), like.dtype)
-        for index, lane in enumerate(lanes):
-            if lane:
-                given = getattr(lane.block, field)[:, part]
-                joined[:, index, : given.shape[1]] = given
+        for index, given in enumerate(each):
+            if given is not None:
+                joined[:, index, : given[:, part].shape[1]] = given[:, part]
         return joined.reshape(-1, *shape[2:])
 
-    return PageBlock(*(join(field, like) for field, like in known._asdict().items()))
+    blocks = [lane.block if lane else known.map(lambda _: None) for lane in lanes]
+    return jax.tree.map(join, known, *blocks)
 
 
 def _page_table(parts: Sequence[Chunk | DecodeRow], count: int, width: int, places: Sequence[int]) -> np.ndarray:

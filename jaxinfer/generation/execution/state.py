@@ -1,6 +1,7 @@
 """State that stays on the device between steps, and how programs read and change it."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,6 +57,14 @@ class DeviceState(NamedTuple):
 
     caches: list[KVPages]
     slots: Slots
+
+
+def group_by_page(caches: Sequence[KVPages]) -> list[list[int]]:
+    """Group layers whose pages have the same shape: their indices, in order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for layer, cache in enumerate(caches):
+        groups.setdefault(cache.k.shape[1:], []).append(layer)
+    return list(groups.values())
 
 
 class Rows(NamedTuple):

@@ -35,12 +35,6 @@ class DecoderConfig(TextModelConfig):
             raise ValueError("DecoderConfig.pattern must hold at least one kind of layer, got ().")
         for kind in self.pattern:
             self._check_kind(kind)
-        pages = {(kind.mixer.kv_heads, kind.mixer.head_dim) for kind in self.pattern}
-        if len(pages) > 1:
-            raise ValueError(
-                f"DecoderConfig.pattern has layers of different kv_heads and head_dim ({sorted(pages)}), which is not "
-                "implemented: the pages of all layers have one shape."
-            )
         experts = sum(moe.router.experts for layer in range(self.layers) if (moe := self.layer(layer).mlp.moe))
         if experts > MAX_EXPERTS:
             raise ValueError(f"DecoderConfig has {experts} experts; models of at most {MAX_EXPERTS} are known.")

@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxinfer import BeamSearchParams, FinishReason, SamplingParams, StructuredOutputsParams
 from tests.generation.few_programs import few_programs
 from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, fail_one_launch, generate, logprob_errors
-from tests.generation.ways import RARE_WAYS, WAYS, layout_of, whole_of
+from tests.generation.ways import RARE_WAYS, THREE, WAYS, layout_of, whole_of
+from tests.tiny import random_model
 
 pytestmark = pytest.mark.xdist_group("ways")
 
@@ -111,12 +114,34 @@ def test_what_is_generated_is_what_one_device_generates(ways, way, feature):
     ways[way].engine.scheduler.check_integrity()
 
 
+def test_one_device_generates_what_passes_without_a_cache_predict(ways):
+    """All layers have the same tokens in the pages that a table names, whatever the pages of each are like."""
+    outputs = ways["whole"].generate(LONG, dataclasses.replace(GREEDY, logprobs=0, prompt_logprobs=0))
+    model, tokens = random_model(THREE), np.zeros((len(LONG), THREE.context), np.int32)
+    for row, prompt, output in zip(tokens, LONG, outputs, strict=True):
+        row[: len(prompt) + 10] = prompt + output.outputs[0].token_ids
+    positions = np.broadcast_to(np.arange(THREE.context, dtype=np.int32), tokens.shape)
+    scores = nnx.jit(lambda model: jax.nn.log_softmax(model.logits(model(tokens, positions)[0])))(model)
+    for row, expected, prompt, output in zip(tokens, np.asarray(scores), LONG, outputs, strict=True):
+        found = [token.logprob for token in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)]
+        np.testing.assert_allclose(found, expected[np.arange(len(found)), row[1 : len(found) + 1]], atol=1e-4)
+        first, last = len(prompt) - 1, len(found)
+        assert list(expected[first:last].argmax(-1)) == output.outputs[0].token_ids
+
+
 @in_every_way
 def test_log_probabilities_and_vectors(ways, way):
     llm, whole = ways[way], ways[whole_of(way)]
     check_logprobs(whole, llm)
     assert logprob_errors(llm, whole, GREEDY, LONG).max() < (1e-2 if way.endswith("bfloat16") else 1e-4)
     np.testing.assert_allclose(llm.embed(PROMPTS), whole.embed(PROMPTS), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_pages_in_int8(ways):
+    """Each page is rounded by its own scale, in layers of both widths."""
+    errors = logprob_errors(ways.make(kv_dtype="int8"), ways["whole"], GREEDY, LONG)
+    assert 0 < np.median(errors) < 0.1
 
 
 @in_every_way

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, FinishReason, SamplingParams
+from jaxinfer.generation.execution.programs.experts import mlp_kind
 from jaxinfer.models.config import MoeConfig, RouterConfig, SharedMix
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
-from tests.tiny import CONFIG, ONE_KIND, save_tiny
+from tests.tiny import CONFIG, ONE_KIND, TWO_WIDTHS, save_tiny
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "context": 32, "page_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -30,6 +31,7 @@ CONFIGS = {
     "every other layer, shared": CONFIG.with_mlps(
         (CONFIG.layer(0).mlp, moe(shared_hidden=24, shared_mix=SharedMix.GATED))
     ),
+    "pages of two widths": TWO_WIDTHS.with_mlps((moe(),)),
 }
 
 
@@ -41,6 +43,12 @@ def mixture(tmp_path_factory):
 def tokens(llm):
     (output,) = llm.generate([PROMPT], GREEDY)
     return output.outputs[0].token_ids
+
+
+def test_layers_share_programs_of_experts_if_their_weights_have_equal_shapes():
+    windows, widths = (dataclasses.replace(config, layers=4).with_mlps((moe(),)) for config in (CONFIG, TWO_WIDTHS))
+    assert [mlp_kind(windows, layer) for layer in range(4)] == [0, 0, 0, 0]
+    assert [mlp_kind(widths, layer) for layer in range(4)] == [0, 1, 0, 1]
 
 
 def least_memory(model, **options):

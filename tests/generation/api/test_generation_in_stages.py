@@ -52,7 +52,7 @@ def test_each_stage_has_its_layers_and_their_pages(ways):
     for cache in jax.tree.leaves(caches):
         assert cache.shape[0] == 2 * two.memory.num_pages
         assert cache.sharding.shard_shape(cache.shape)[0] == two.memory.num_pages
-    assert two.memory.page_bytes == alone.memory.page_bytes // 3 * 2
+    assert two.memory.page_bytes == alone.memory.page_bytes // 4 * 3  # the second of three layers is as wide as both
     history = two.engine.executor.state.arrays.slots.history
     assert history.shape[0] == two.engine.config.max_batch + 1
     assert history.sharding.is_fully_replicated

@@ -9,7 +9,7 @@ from jaxinfer.futures import InterruptibleFuture
 from jaxinfer.generation.engine.disk_pages import READ_PAGE_FROM_DISK, DiskPages
 from jaxinfer.generation.engine.host_and_disk import HostAndDisk
 from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages
-from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page, empty_block
+from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page, empty_block, parts_of
 from tests.generation.engine.test_host_pages import BUCKETS, PAGE, fill
 
 SIZE = bytes_of_page(PAGE)
@@ -47,7 +47,7 @@ def check(load, *numbers):
     expected = empty_block(PAGE, max(count, 1))
     for index, number in enumerate(numbers):
         fill(expected, index, number)
-    for found, wanted in zip(block, expected, strict=True):
+    for found, wanted in zip(parts_of(block), parts_of(expected), strict=True):
         np.testing.assert_array_equal(found[:, :count], wanted[:, :count])
 
 

@@ -16,19 +16,22 @@ from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.host_pages import HostPages
-from jaxinfer.generation.engine.page_tier import empty_block
+from jaxinfer.generation.engine.page_tier import empty_block, parts_of
 from jaxinfer.generation.execution.plan import MOVES
 
 COUNT = 5
 CONFIG = EngineConfig(max_batch=2, context=64)
 BUCKETS = Buckets.from_config(CONFIG, moves=(2, 4))
-PAGE = PageBlock(np.empty((2, 3, 2, 4), ml_dtypes.bfloat16), np.empty((2, 3, 5), np.float32))
+PAGE = PageBlock(
+    (np.empty((2, 3, 2, 4), ml_dtypes.bfloat16), np.empty((2, 1, 2, 3), ml_dtypes.bfloat16)),
+    (np.empty((2, 3, 5), np.float32), np.empty((2, 1, 7), np.float32)),
+)
 KEYS = [bytes([key]) for key in range(9)]
 
 
 def fill(block, index, number):
     """Write what page `number` has at a place of a block."""
-    for x in block:
+    for x in parts_of(block):
         x[:, index] = np.arange(x[:, index].size).reshape(x[:, index].shape) % 7 + number
 
 
@@ -88,11 +91,11 @@ class Tier(RuleBasedStateMachine):
         for load, numbers in self.loads:
             block, count = load.result.result(60)
             assert count == len(numbers)
-            assert block.kv.shape[1] == sum(BUCKETS.moves_of(len(numbers)))
+            assert block.places == sum(BUCKETS.moves_of(len(numbers)))
             expected = empty_block(PAGE, len(numbers))
             for index, number in enumerate(numbers):
                 fill(expected, index, number)
-            for found, wanted in zip(block, expected, strict=True):
+            for found, wanted in zip(parts_of(block), parts_of(expected), strict=True):
                 np.testing.assert_array_equal(found[:, : len(numbers)], wanted)
 
 
@@ -129,7 +132,7 @@ def test_statistics_count_bytes():
     stats = pages.stats["host_kv"]
     assert (stats.pages, stats.stored, stats.read_back, stats.hits) == (3, 3, 2, 1)
     assert stats.waited > 0
-    assert stats.stored_bytes == 3 * sum(x.nbytes for x in PAGE)
+    assert stats.stored_bytes == 3 * sum(x.nbytes for x in parts_of(PAGE))
     assert "3 of 5 in use" in str(stats)
 
 

@@ -9,16 +9,18 @@ import pytest
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.page_tier import bytes_of_page
 from jaxinfer.generation.execution import memory
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.generation.execution.programs import prefill, ring
+from jaxinfer.models import WeightFormat
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.serving.budget import HOST
 from jaxinfer.sharding import MeshConfig
 from tests.generation.conftest import PAGE_BYTES, SMALL, SMALL_BYTES
 from tests.tiny import CONFIG as TINY
-from tests.tiny import save_tiny
+from tests.tiny import TWO_WIDTHS, save_tiny
 
 CONFIG = EngineConfig(max_batch=4, context=128)
 
@@ -46,6 +48,16 @@ def test_an_int8_cache_takes_a_quarter(model):
 def test_a_bfloat16_cache_takes_half(model):
     plan = memory.plan_memory(model, dataclasses.replace(CONFIG, kv_dtype="bfloat16"))
     assert plan.page_bytes == PAGE_BYTES // 2
+
+
+@pytest.mark.parametrize(("kv_dtype", "token", "scales"), [(None, 4, 0), ("int8", 1, 2 * (2 + 1) * 4)])
+def test_a_page_is_as_large_as_its_layers_are_together(kv_dtype, token, scales):
+    config = dataclasses.replace(CONFIG, kv_dtype=kv_dtype)
+    layout = DeviceLayout(TWO_WIDTHS, WeightFormat(), config, num_pages=3, platform="cpu")
+    size = 16 * 2 * (2 * 8 + 1 * 32) * token + scales
+    assert memory.part_bytes(layout.state.caches) == 3 * size
+    assert bytes_of_page(layout.host_page) == size
+    assert memory.part_bytes(layout.block(5)) == 5 * size
 
 
 @pytest.mark.slow

@@ -299,7 +299,9 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
                 Layer.of_kind(sizes, *kind) for sizes in passes(buckets, most) for kind in kinds
             ),
             donate=(2, 3),
-            out_shardings=lambda sizes: (None, layout.shardings_of(layout.caches[: sizes.layers])) if on_mesh else None,
+            out_shardings=lambda sizes: (
+                (None, layout.shardings_of([layout.caches[layer] for layer in _layers(sizes)])) if on_mesh else None
+            ),
             compiler_options=options,
         ),
         ProgramSpec(

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.chain import activations, pass_options, passes, runs_experts, with_parts
 from jaxinfer.generation.execution.programs.passes import Pass
-from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows, WeightFormat
 from jaxinfer.models.config import MlpConfig, MoeConfig
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
@@ -93,9 +94,19 @@ def tile_rows(config: DecoderConfig, sizes: _OfLayer, chunk_size: int) -> int:
     return min(1 << (max(8, 2 * share) - 1).bit_length(), 1 << (tokens - 1).bit_length(), MAX_TILE)
 
 
+@functools.cache
 def mlp_kind(config: DecoderConfig, layer: int) -> int:
-    """The first layer with the same experts: programs that run nothing else are one for all such layers."""
-    return next(other for other in config.moe_layers if config.layer(other).mlp == config.layer(layer).mlp)
+    """The first layer with the same experts, and weights of the same shapes.
+
+    Programs that run nothing but experts are one for all such layers.
+    """
+
+    def kind(layer: int) -> tuple[MlpConfig, list[tuple[str, Leaf]]]:
+        leaves = leaves_of_part(config, WeightFormat(), layer)
+        return config.layer(layer).mlp, [(name.removeprefix(f"layers.{layer}."), leaf) for name, leaf in leaves.items()]
+
+    wanted = kind(layer)
+    return next(other for other in config.moe_layers if kind(other) == wanted)
 
 
 def _moe(config: DecoderConfig, layer: int) -> MoeConfig:
@@ -289,7 +300,6 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             program.of_kind(sizes, kind) for sizes in passes(buckets, most) for kind in kinds
         )
 
-    caches = layout.shardings_of(layout.caches[:1])
     return [
         ProgramSpec(
             sizes=Route,
@@ -298,7 +308,9 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             arguments=arguments.route,
             reachable=reachable(Route, kinds),
             donate=(2, 3),
-            out_shardings=lambda sizes: (None, caches, None, None, None) if on_mesh else None,
+            out_shardings=lambda sizes: (
+                (None, layout.shardings_of([layout.caches[sizes.kind]]), None, None, None) if on_mesh else None
+            ),
             compiler_options=options,
         ),
         ProgramSpec(

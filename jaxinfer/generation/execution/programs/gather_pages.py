@@ -1,4 +1,4 @@
-"""`gather_pages`: pages are copied from the cache, each contiguous over all layers, before others take their place."""
+"""`gather_pages`: pages are copied from the cache, for all layers, before others take their place."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
-from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.generation.execution.state import DeviceState, group_by_page
 from jaxinfer.models import KVPages
 
 
@@ -26,14 +26,14 @@ class GatherPages(Sizes):
 def gather_pages(caches: list[KVPages], pages: jax.Array) -> PageBlock:
     """Return these pages of all layers. pages: int32 [N]; what padding copies has no meaning."""
 
-    def gather(field: str) -> jax.Array:
-        parts = [getattr(layer, field).at[pages].get(mode="clip") for layer in caches]
+    def gather(layers: list[int], field: str) -> jax.Array:
+        parts = [getattr(caches[layer], field).at[pages].get(mode="clip") for layer in layers]
         return jnp.stack(parts, axis=1)  # [N, L, ...]
 
-    def both(k: str, v: str) -> jax.Array:
-        return jnp.stack([gather(k), gather(v)], axis=2)
+    def both(k: str, v: str) -> tuple[jax.Array, ...]:
+        return tuple(jnp.stack([gather(x, k), gather(x, v)], axis=2) for x in group_by_page(caches))
 
-    return PageBlock(both("k", "v"), None if caches[0].k_scale is None else both("k_scale", "v_scale"))
+    return PageBlock(both("k", "v"), () if caches[0].k_scale is None else both("k_scale", "v_scale"))
 
 
 def build(static: None, sizes: GatherPages) -> Callable[..., Any]:

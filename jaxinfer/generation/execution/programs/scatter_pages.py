@@ -10,7 +10,7 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
-from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.generation.execution.state import DeviceState, group_by_page
 from jaxinfer.models import KVPages
 
 
@@ -25,18 +25,13 @@ class ScatterPages(Sizes):
 def scatter_pages(state: DeviceState, pages: jax.Array, block: PageBlock) -> DeviceState:
     """Put a block into pages of all layers. pages: int32 [N]; one out of range is dropped."""
 
-    def put(old: jax.Array | None, new: jax.Array | None, layer: int, index: int) -> jax.Array | None:
-        return None if old is None or new is None else old.at[pages].set(new[:, layer, index], mode="drop")
-
-    caches = [
-        KVPages(
-            put(old.k, block.kv, layer, 0),  # type: ignore[arg-type]
-            put(old.v, block.kv, layer, 1),  # type: ignore[arg-type]
-            put(old.k_scale, block.scale, layer, 0),
-            put(old.v_scale, block.scale, layer, 1),
-        )
-        for layer, old in enumerate(state.caches)
-    ]
+    caches = list(state.caches)
+    for group, layers in enumerate(group_by_page(caches)):
+        parts = [x[group] for x in block if x]  # keys and values, and perhaps their scales, [N, L, 2, ...]
+        for at, layer in enumerate(layers):
+            new = [x[:, at, which] for x in parts for which in (0, 1)]  # in the order of `KVPages`
+            old = [x for x in caches[layer] if x is not None]
+            caches[layer] = KVPages(*(x.at[pages].set(y, mode="drop") for x, y in zip(old, new, strict=True)))
     return DeviceState(caches, state.slots)
 
 

@@ -65,7 +65,7 @@ def specs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
         ProgramSpec(
             sizes=PutPages,
             build=build_put,
-            arguments=lambda sizes: (layout.caches[0], layout.layer_pages(sizes.count)),
+            arguments=lambda sizes: (layout.caches[0], layout.layer_pages(0, sizes.count)),
             reachable=lambda buckets: (PutPages(count=count) for count in counts),
             donate=(0,),
             out_shardings=lambda sizes: layout.shardings_of(layout.caches[0]),
@@ -75,6 +75,6 @@ def specs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
             build=build_take,
             arguments=lambda sizes: (layout.caches[0], *layout.inputs(integers(sizes.count))),
             reachable=lambda buckets: (TakePages(count=count) for count in counts),
-            out_shardings=lambda sizes: layout.shardings_of(layout.layer_pages(sizes.count)),
+            out_shardings=lambda sizes: layout.shardings_of(layout.layer_pages(0, sizes.count)),
         ),
     ]
