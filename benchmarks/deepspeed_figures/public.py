@@ -3,6 +3,7 @@
 Constants are those that `jaxinfer plan` takes: DeepSpeed's of 2022 on A100s.
 """
 
+import dataclasses
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from benchmarks.report import ROOT
 from jaxinfer.sharding.planner import Catalogue, Device, ModelShape, Plan, System, Ways, Workload, predict
 from jaxinfer.sharding.planner.costs import Format, Runner
+from jaxinfer.sharding.planner.exchanges import Exchange
 from jaxinfer.sharding.planner.plans import missing
 
 FILE = ROOT / "benchmarks/data/public_points.toml"
@@ -40,8 +42,13 @@ def _loads(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _rate(shape: ModelShape, device: Device, ways: Ways, work: Workload) -> float:
     plan = Plan(ways=ways, schedule="cohorts", chunk=CHUNK)
-    made = predict(shape, device, Catalogue.read().system(shape, FP8), FP8, plan, work)
+    made = predict(shape, device, _system(shape), FP8, plan, work)
     return 0.0 if missing(device, plan, made.memory) or work.batch < ways.data else made.tokens_per_s
+
+
+def _system(shape: ModelShape) -> System:
+    """Return the constants for another system than jaxinfer, which sends tokens to experts by an all-to-all."""
+    return dataclasses.replace(Catalogue.read().system(shape, FP8), exchange="pcc", drops=True)
 
 
 def _pipelines(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -50,7 +57,7 @@ def _pipelines(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     def seconds(ways: Ways) -> float:
         plan = Plan(ways=ways, schedule="chunks", chunk=table["chunk"])
-        return predict(model, device, catalogue.system(model, FP8), FP8, plan, work).first.total
+        return predict(model, device, _system(model), FP8, plan, work).first.total
 
     one = seconds(Ways(tensor=8))
     for pipeline, tensor, measured in table["rows"]:
@@ -66,6 +73,7 @@ def _exchanges(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for devices, *measured in table["rows"]:
         runner = Runner(model=model, device=device, system=EXACT, ways=Ways(data=devices), format=FP8)
         for name, microseconds, size in zip(("dispatch", "combine"), measured, (1, 2), strict=True):
-            wire = 1e6 * runner.all_to_all(table["tokens"] * chosen * model.hidden * size)
+            rows = table["tokens"] * chosen * model.hidden * size
+            wire = 1e6 * runner.exchanged([Exchange("all-to-all", ("data",), devices, rows)]).total
             what = f"{name} to {devices} H800"
             yield {"of": "DeepEP", "name": what, "unit": "us", "measured": microseconds, "predicted": wire}

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.sharding.planner.exchanges import wire_bytes
+
 CONTROL = frozenset({"kCommandBuffer", "kWhile", "kConditional", "kSequential"})
 """Kinds of thunk that only contain other thunks."""
 
@@ -348,9 +350,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends, by the ring algorithms."""
-        others = self.participants - 1
-        factor = {"all-reduce": 2 * others / self.participants, "reduce-scatter": others, "collective-permute": 1}
-        return self.bytes * factor.get(self.kind, others / self.participants)
+        return wire_bytes(self.kind, self.bytes, self.participants)
 
 
 _KINDS = "ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"

@@ -38,10 +38,12 @@ class Catalogue:
     def system(self, model: ModelShape, form: Format) -> System:
         """Return the constants that predict a model best: those of mixtures, of 8-bit products, or of 16-bit ones.
 
-        Unlike the system to which they were fitted, experts that no token chose are not read.
+        Unlike the system to which they were fitted, it does as jaxinfer does: it reads no experts that no token chose,
+        drops no tokens, and takes the exchange with the fewest bytes.
         """
         if model.experts:
-            return dataclasses.replace(self.systems["deepspeed-moe"], idle_experts=False)
+            moe = self.systems["deepspeed-moe"]
+            return dataclasses.replace(moe, idle_experts=False, exchange="cheapest", drops=False)
         return self.systems["deepspeed-int8" if form.eight_bit else "deepspeed-fp16"]
 
     def device(self, name: str) -> Device:

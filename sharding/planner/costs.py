@@ -5,16 +5,20 @@ then its exchanges, and the overheads of the system that runs it. Shares of peak
 `System`, fitted to published measurements (`python -m benchmarks.deepspeed_figures`).
 """
 
+import bisect
 import dataclasses
 import math
 import operator
 from collections.abc import Iterable
 
-from jaxinfer.sharding.planner.hardware import Device
+from jaxinfer.sharding.planner.exchanges import Exchange, Pass
+from jaxinfer.sharding.planner.hardware import Device, Ways
 from jaxinfer.sharding.planner.shapes import LayerShape, ModelShape, stage_share
 
-ACTIVATION_BYTES = 2
-STATE_BYTES = 4
+WHOLE_BYTES = 4
+"""Bytes of a number of recurrent states, and of parameters that every device has."""
+MOST_SEQUENCES = 1 << 20
+"""Most sequences that `Runner.balanced` tries."""
 MOST_IMBALANCED = 8.0
 """Largest load of the busiest group of experts, relative to the mean."""
 
@@ -80,7 +84,8 @@ class System:
       expert_layer_s: seconds that a layer with experts takes in addition.
       peer_s: seconds for each other participant of an all-to-all.
       idle_experts: whether a pass reads experts that no token chose.
-      coordinated: whether devices that have the same tokens share an all-to-all (the paper's PCC).
+      exchange: how tokens come to experts, one of `EXCHANGES`; the paper's is "pcc".
+      drops: whether an expert takes only an even share of a lane's choices; else all tokens that choose it.
       fitted: the names of the constants that were fitted; the others are another system's, or 0.
       error: the largest relative error of the points that they were fitted to.
       source: what these points are.
@@ -96,47 +101,11 @@ class System:
     expert_layer_s: float = 0.0
     peer_s: float = 0.0
     idle_experts: bool = False
-    coordinated: bool = True
+    exchange: str = "pcc"
+    drops: bool = True
     fitted: list[str] = dataclasses.field(default_factory=list, hash=False)
     error: float = 0.0
     source: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ways:
-    """How many ways each kind of parallelism splits the devices, as `MeshConfig`.
-
-    Attributes:
-      data: lanes with requests of their own, which share the experts of a mixture.
-      pipeline: stages.
-      expert: parts of each layer; of a mixture, groups of experts.
-      tensor: parts of each layer and of each expert.
-    """
-
-    data: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        """The number of devices."""
-        return self.data * self.pipeline * self.expert * self.tensor
-
-    @property
-    def slices(self) -> int:
-        """The parts of each layer."""
-        return self.expert * self.tensor
-
-    @property
-    def groups(self) -> int:
-        """The groups among which experts are shared out."""
-        return self.data * self.expert
-
-    def __str__(self) -> str:
-        """The form of `--mesh`: axes with several devices."""
-        axes = ((name, ways) for name, ways in dataclasses.asdict(self).items() if ways > 1)
-        return ",".join(f"{name}={ways}" for name, ways in axes) or "data=1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,11 +116,13 @@ class Format:
       weight_bytes: bytes of a weight.
       eight_bit: whether products run at the device's 8-bit rate.
       kv_bytes: bytes of a number in the KV cache.
+      number_bytes: bytes of a number of the activations.
     """
 
     weight_bytes: float = 2.0
     eight_bit: bool = False
     kv_bytes: float = 2.0
+    number_bytes: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,12 +141,30 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """The weights and caches that come to a device in each pass, since they do not stay in its memory.
+
+    Attributes:
+      layers_s: seconds of fetching layers, without the experts of mixtures.
+      experts: bytes a second of experts, of which those come that tokens chose; None: all stay on the device.
+      held: share of the experts that stay on the device.
+      cache: bytes a second of the KV cache; None: it stays on the device.
+      ahead: whether things are fetched while others are computed.
+    """
+
+    layers_s: float = 0.0
+    experts: float | None = None
+    held: float = 0.0
+    cache: float | None = None
+    ahead: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Runner:
     """A model on devices of one kind, run by a system.
 
     Attributes:
-      streamed: bytes a second at which each device fetches the weights of layers; None: they are in its memory.
-      kv_streamed: the same of the KV cache.
+      fetched: what comes in each pass.
     """
 
     model: ModelShape
@@ -183,74 +172,141 @@ class Runner:
     system: System
     ways: Ways
     format: Format
-    streamed: float | None = None
-    kv_streamed: float | None = None
+    fetched: Fetched = Fetched()
 
     def stage(self, batch: Iterable[Tokens], *, rows: float) -> Seconds:
         """Compute the seconds of the slowest stage for tokens, of which it makes log probabilities for `rows`."""
-        batch, seconds = tuple(batch), self.head(rows)
-        share = stage_share(self.model, self.ways.pipeline)
+        batch = tuple(batch)
+        share, tokens = stage_share(self.model, self.ways.pipeline), sum(part.count for part in batch)
+        seconds = self.head(rows) + self.exchanged(self._pass(tokens, rows).of_ends(self.model, self.ways))
         for layer in self.model.layers:
             seconds += self.layer(layer, batch) * (layer.count * share)
+        return overlapped(seconds, self.fetch_s(batch), ahead=self.fetched.ahead)
+
+    def fetch_s(self, batch: tuple[Tokens, ...]) -> float:
+        """Compute the seconds in which a pass over these tokens fetches what does not stay on the device."""
+        fetched, seconds = self.fetched, self.fetched.layers_s
+        if fetched.experts is None and fetched.cache is None:
+            return seconds
+        share, tokens = stage_share(self.model, self.ways.pipeline), sum(part.count for part in batch)
+        for layer in self.model.layers:
+            count = layer.count * share
+            if fetched.experts is not None:
+                missing = self.experts_read(layer, tokens) * (1 - fetched.held)
+                seconds += count * missing * self.expert_bytes(layer) / fetched.experts
+            if fetched.cache is not None:
+                seconds += count * self.cache_bytes(layer, batch) / fetched.cache
         return seconds
 
     def head(self, rows: float) -> Seconds:
         """Compute the seconds of the head."""
-        params = self.model.head_params / self.ways.slices
+        params = self.model.head_params_of(self.ways.slices)
         return self._roofline(params * self.format.weight_bytes, 2 * rows * params)
 
     def layer(self, layer: LayerShape, batch: tuple[Tokens, ...]) -> Seconds:
         """Compute the seconds of one layer."""
-        tokens = sum(part.count for part in batch)
-        cache = self.cache_bytes(layer, batch)
-        moved = cache if self.kv_streamed is None else 0.0  # what is fetched is counted there
-        weights = layer.params / self.ways.slices * self.format.weight_bytes + self._expert_bytes(layer, tokens)
+        tokens, slices = sum(part.count for part in batch), self.ways.slices
+        moved = self.shared_bytes(layer) + self.experts_read(layer, tokens) * self.expert_bytes(layer)
+        if self.fetched.cache is None:  # what is fetched is counted there
+            moved += self.cache_bytes(layer, batch)
         attention = sum(part.count * layer.seen(part.context) for part in batch) * layer.pair_flops
-        flops = (2 * tokens * layer.params + attention) / self.ways.slices + self._expert_flops(layer, tokens)
-        seconds = self._roofline(weights + moved, flops) + self._exchanges(layer, tokens)
+        flops = 2 * tokens * (layer.params_of(slices) + layer.whole_params) + attention / slices
+        seconds = self._roofline(moved, flops + self._expert_flops(layer, tokens))
+        seconds += self.exchanged(self._pass(tokens, 0).of_layer(self.model, layer, self.ways))
         overhead = self.system.layer_s + tokens * self.system.token_s
         overhead += self.system.expert_layer_s if layer.experts else 0.0
-        seconds += Seconds(overhead=overhead)
-        fetch = 0.0 if self.streamed is None else self.layer_bytes(layer) / self.streamed
-        fetch += 0.0 if self.kv_streamed is None else cache / self.kv_streamed
-        return Seconds(fetch=fetch) if fetch > seconds.total else seconds
+        return seconds + Seconds(overhead=overhead)
+
+    def shared_bytes(self, layer: LayerShape) -> float:
+        """Compute the bytes of a layer's weights on one device, without experts."""
+        return layer.params_of(self.ways.slices) * self.format.weight_bytes + layer.whole_params * WHOLE_BYTES
 
     def layer_bytes(self, layer: LayerShape) -> float:
         """Compute the bytes of a layer's weights on one device."""
-        experts = layer.experts * layer.expert_params / (self.ways.groups * self.ways.tensor)
-        return (layer.params / self.ways.slices + experts) * self.format.weight_bytes
+        return self.shared_bytes(layer) + layer.experts / self.ways.groups * self.expert_bytes(layer)
+
+    def streamed_bytes(self, layer: LayerShape) -> float:
+        """Compute the least bytes of a streamed layer on one device; of a mixture with the experts of a token."""
+        return self.shared_bytes(layer) + layer.chosen * self.expert_bytes(layer)
+
+    def expert_bytes(self, layer: LayerShape) -> float:
+        """Compute the bytes of one expert's weights on one device."""
+        return layer.expert_params / self.ways.tensor * self.format.weight_bytes
 
     def cache_bytes(self, layer: LayerShape, batch: Iterable[Tokens]) -> float:
         """Compute the bytes of a layer's KV cache and states on one device that a pass over these tokens reads."""
-        copies = min(self.ways.slices, layer.kv_heads)
-        each = layer.kv_values * self.format.kv_bytes / copies
-        states = 2 * layer.state_values * STATE_BYTES / self.ways.slices
+        each = layer.kv_values_of(self.ways.slices) * self.format.kv_bytes
+        states = 2 * layer.state_values * WHOLE_BYTES / self.ways.slices
         return sum(part.sequences * (layer.seen(part.context) * each + states) for part in batch)
 
     def hop(self, tokens: float) -> Seconds:
         """Compute the seconds of sending a micro-batch to the next stage."""
-        if self.ways.pipeline == 1:
-            return Seconds()
-        crosses = self.device.crosses_nodes(self.ways.slices * self.ways.pipeline)
-        size = tokens * self.model.hidden * ACTIVATION_BYTES / self.ways.slices
-        rate = self.device.network if crosses else self.device.link
-        return Seconds(exchange=self.system.hop_s + crosses * self.system.node_s + size / rate)
+        return self.exchanged(self._pass(tokens, tokens).to_next(self.model, self.ways))
 
-    def _roofline(self, size: float, flops: float) -> Seconds:
-        peak = self.device.flops8 if self.format.eight_bit else self.device.flops
-        memory = size / (self.device.bandwidth * self.system.bandwidth_share)
-        compute = flops / (peak * self.system.flops_share)
-        return Seconds(memory=memory) if memory >= compute else Seconds(compute=compute)
-
-    def _expert_bytes(self, layer: LayerShape, tokens: float) -> float:
-        """Compute the bytes of the experts that a device reads: those that any lane's tokens chose."""
+    def experts_read(self, layer: LayerShape, tokens: float) -> float:
+        """Compute how many experts of a layer a device reads: those that any lane's tokens chose, if at random."""
         if not layer.experts:
             return 0.0
         here = layer.experts / self.ways.groups
-        read = 1.0
-        if not self.system.idle_experts:
-            read = 1 - (1 - layer.chosen / layer.experts) ** (tokens * self.ways.data)
-        return here * read * layer.expert_params / self.ways.tensor * self.format.weight_bytes
+        if self.system.idle_experts:
+            return here
+        return here * (1 - (1 - layer.chosen / layer.experts) ** (tokens * self.ways.data))
+
+    def turn(self, batch: Iterable[Tokens], *, rows: float) -> Seconds:
+        """Compute the seconds of a pass through all stages, one after the other; arguments as in `stage`."""
+        batch = tuple(batch)
+        return (self.stage(batch, rows=rows) + self.hop(sum(part.count for part in batch))) * self.ways.pipeline
+
+    def token(self, sequences: int, context: float) -> Seconds:
+        """Compute the seconds of a token of each of some sequences, which lanes and micro-batches share out.
+
+        context: tokens that each sees.
+        """
+        rows = math.ceil(sequences / (self.ways.data * self.ways.pipeline))
+        return self.turn([Tokens(count=rows, sequences=rows, context=context)], rows=rows)
+
+    def balanced(self, context: float) -> int:
+        """Find the fewest sequences for which computing a token of each takes as long as fetching.
+
+        More give no more tokens a second. context: as in `token`.
+        """
+
+        def is_computing(sequences: int) -> bool:
+            return self.token(sequences, context).bound != "fetch"
+
+        most = 1
+        while most < MOST_SEQUENCES and not is_computing(most):
+            most *= 2
+        return bisect.bisect_left(range(1, most), True, key=is_computing) + 1
+
+    def exchanged(self, exchanges: Iterable[Exchange]) -> Seconds:
+        """Compute the seconds of exchanges one after the other."""
+        return Seconds(exchange=math.fsum(each.times * self._exchange_s(each) for each in exchanges))
+
+    def _exchange_s(self, each: Exchange) -> float:
+        """Compute the seconds of a collective: in rings, first in nodes, then between them; or of one all-to-all."""
+        device, system, count, size = self.device, self.system, each.devices, each.size
+        near = min(count, max(1, device.node // self.ways.apart(each.axes[-1])))
+        nodes = count / near
+        seconds = system.hop_s * math.log2(count) + (system.node_s if nodes > 1 else 0.0)
+        match each.kind:
+            case "all-to-all":  # both kinds of links send at the same time
+                within, between = (near - 1) / count * size, (count - near) / count * size
+                return seconds + system.peer_s * (count - 1) + max(within / device.link, between / device.network)
+            case "collective-permute":
+                return seconds + size / (device.network if nodes > 1 else device.link)
+        sent = {"all-reduce": 2 * size, "reduce-scatter": size * count}.get(each.kind, size)
+        seconds += (near - 1) / near * sent / device.link
+        return seconds + (nodes - 1) / nodes * sent / near / device.network
+
+    def _pass(self, tokens: float, rows: float) -> Pass:
+        system, size = self.system, self.format.number_bytes
+        return Pass(tokens=tokens, rows=rows, number_bytes=size, way=system.exchange, drops=system.drops)
+
+    def _roofline(self, size: float, flops: float) -> Seconds:
+        device, system = self.device, self.system
+        peak = device.flops8 if self.format.eight_bit else device.flops
+        return roofline(size, flops, device.bandwidth * system.bandwidth_share, peak * system.flops_share)
 
     def _expert_flops(self, layer: LayerShape, tokens: float) -> float:
         """Compute the operations of the busiest device for the tokens of all lanes."""
@@ -260,37 +316,26 @@ class Runner:
         busiest = choices * imbalance(choices, self.ways.groups)
         return 2 * busiest * layer.expert_params / self.ways.tensor
 
-    def _exchanges(self, layer: LayerShape, tokens: float) -> Seconds:
-        size = tokens * self.model.hidden * ACTIVATION_BYTES
-        seconds = 2 * self.all_reduce(size)  # after attention, and after the MLP
-        if layer.experts:
-            seconds += 2 * self.all_to_all(size * layer.chosen)  # to the experts and back
-        return Seconds(exchange=seconds)
 
-    def all_reduce(self, size: float) -> float:
-        """Compute the seconds of a sum over a layer's slices: in rings, first in nodes, then between them."""
-        if (slices := self.ways.slices) == 1:
-            return 0.0
-        near = min(slices, self.device.node)
-        nodes = slices / near
-        seconds = self.system.hop_s * math.log2(slices) + 2 * (near - 1) / near * size / self.device.link
-        if nodes > 1:
-            seconds += self.system.node_s + 2 * (nodes - 1) / nodes * size / near / self.device.network
-        return seconds
+def roofline(size: float, flops: float, bandwidth: float, peak: float) -> Seconds:
+    """Compute the seconds of reading `size` bytes, or of so many operations, whichever takes longer.
 
-    def all_to_all(self, size: float) -> float:
-        """Compute the seconds of an exchange of what each lane's tokens, `size` bytes, send to experts."""
-        peers = self.ways.data if self.system.coordinated else self.ways.groups
-        if peers == 1:
-            return 0.0
-        each = size / (self.ways.expert if self.system.coordinated else 1)
-        apart = self.ways.size // peers  # devices between two peers
-        near = min(peers, max(1, self.device.node // apart))
-        seconds = self.system.peer_s * (peers - 1) + self.system.hop_s * math.log2(peers)
-        seconds += self.system.node_s if near < peers else 0.0
-        # Both kinds of links send at the same time.
-        within, between = (near - 1) / peers * each, (peers - near) / peers * each
-        return seconds + max(within / self.device.link, between / self.device.network)
+    >>> roofline(10.0, 100.0, 5.0, 100.0).bound
+    'memory'
+    """
+    memory, compute = size / bandwidth, flops / peak
+    return Seconds(memory=memory) if memory >= compute else Seconds(compute=compute)
+
+
+def overlapped(computed: Seconds, fetch: float, *, ahead: bool = True) -> Seconds:
+    """Compute the seconds of computing some things and fetching others, at the same time if they come `ahead`.
+
+    >>> overlapped(Seconds(compute=1.0), 2.0).total, overlapped(Seconds(compute=1.0), 2.0, ahead=False).total
+    (2.0, 3.0)
+    """
+    if not ahead:
+        return computed + Seconds(fetch=fetch)
+    return Seconds(fetch=fetch) if fetch > computed.total else computed
 
 
 def imbalance(choices: float, groups: int) -> float:

@@ -1,6 +1,10 @@
-"""Devices and what connects them."""
+"""Devices, what connects them, and how many ways a mesh divides them."""
 
 import dataclasses
+import math
+
+AXES = ("data", "pipeline", "expert", "tensor")
+"""The axes of a mesh, those of neighbouring devices last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,43 @@ class Device:
     price: float | None = None
     source: str = ""
 
-    def crosses_nodes(self, devices: int) -> bool:
-        """Return whether so many neighbouring devices are in several nodes."""
-        return devices > self.node
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How many ways each kind of parallelism splits the devices, as `MeshConfig`.
+
+    Attributes:
+      data: lanes with requests of their own, which share the experts of a mixture.
+      pipeline: stages.
+      expert: parts of each layer; of a mixture, groups of experts.
+      tensor: parts of each layer and of each expert.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.data * self.pipeline * self.expert * self.tensor
+
+    @property
+    def slices(self) -> int:
+        """The parts of each layer."""
+        return self.expert * self.tensor
+
+    @property
+    def groups(self) -> int:
+        """The groups among which experts are shared out."""
+        return self.data * self.expert
+
+    def apart(self, axis: str) -> int:
+        """Return how many devices there are from one to the next along an axis."""
+        return math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        """The form of `--mesh`: axes with several devices."""
+        axes = ((name, ways) for name, ways in dataclasses.asdict(self).items() if ways > 1)
+        return ",".join(f"{name}={ways}" for name, ways in axes) or "data=1"

@@ -17,9 +17,18 @@ import functools
 import math
 from typing import Literal
 
-from jaxinfer.sharding.planner.costs import Format, Runner, Seconds, System, Tokens, Ways
-from jaxinfer.sharding.planner.hardware import Device
-from jaxinfer.sharding.planner.shapes import ModelShape, stage_share
+from jaxinfer.sharding.planner.costs import Fetched, Format, Runner, Seconds, System, Tokens
+from jaxinfer.sharding.planner.hardware import Device, Ways
+from jaxinfer.sharding.planner.memory import (
+    Memory,
+    Step,
+    kv_bytes,
+    outer_bytes,
+    request_bytes,
+    weight_bytes,
+    work_bytes,
+)
+from jaxinfer.sharding.planner.shapes import ModelShape
 from jaxinfer.sharding.schedules import chunk_sizes, drained_stride, queued_stride
 
 USABLE = 0.9
@@ -70,27 +79,6 @@ class Plan:
     chunk: int = 0
     weights: Tier = "device"
     cache: Tier = "device"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of a device, or of the host, in its largest stage.
-
-    Attributes:
-      weights, cache, work: bytes for weights, the KV cache, and what a pass computes.
-      host, disk: bytes of the memory and of the disks of all nodes together.
-    """
-
-    weights: float
-    cache: float
-    work: float
-    host: float = 0.0
-    disk: float = 0.0
-
-    @property
-    def device(self) -> float:
-        """All bytes of the device."""
-        return self.weights + self.cache + self.work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,15 +149,12 @@ class _Predictor:
     def runner(self) -> Runner:
         here = min(self.plan.ways.size, self.device.node)
         rates = {"device": None, "host": self.device.host_link, "disk": self.device.disk / here}
-        return Runner(
-            model=self.model,
-            device=self.device,
-            system=self.system,
-            ways=self.plan.ways,
-            format=self.form,
-            streamed=rates[self.plan.weights],
-            kv_streamed=rates[self.plan.cache],
-        )
+        runner = Runner(model=self.model, device=self.device, system=self.system, ways=self.plan.ways, format=self.form)
+        fetched = Fetched(cache=rates[self.plan.cache])
+        if (rate := rates[self.plan.weights]) is not None:
+            layers = sum(layer.count * runner.shared_bytes(layer) for layer in self.model.layers)
+            fetched = dataclasses.replace(fetched, layers_s=layers / rate, experts=rate)
+        return dataclasses.replace(runner, fetched=fetched)
 
     def prediction(self) -> Prediction:
         if self.plan.schedule == "cohorts":
@@ -250,44 +235,37 @@ class _Predictor:
 
     def memory(self) -> Memory:
         """The bytes that the plan needs."""
-        share, slices = stage_share(self.model, self.stages), self.plan.ways.slices
-        layers = sum(layer.count * self.runner.layer_bytes(layer) for layer in self.model.layers)
-        matrices = 1 if self.model.tied or self.stages > 1 else 2
-        outer = matrices * self.model.head_params / slices * self.form.weight_bytes
-        largest = max(self.runner.layer_bytes(layer) for layer in self.model.layers)
-        streamed = self.plan.weights != "device"
-        weights = outer + (BUFFERS * largest if streamed else layers * share)
-        cache = self._cache(self.sequences) * share
-        fetched = self._cache(math.ceil(self.sequences / self.plan.micro_batches)) * BUFFERS / self.model.depth
+        runner, length = self.runner, self.workload.prompt + self.workload.generate
+        cache = kv_bytes(runner, self.sequences * length, self.sequences)
+        micro_batch = math.ceil(self.sequences / self.plan.micro_batches) / self.sequences
+        fetched = micro_batch * cache / math.ceil(self.model.depth / self.stages)  # of a layer
         of_all = dict.fromkeys(("device", "host", "disk"), 0.0)
-        if streamed:
-            copies = max(1, self.plan.ways.size // max(slices, self.device.node))  # one in each node, or over several
+        streamed = self.plan.weights != "device"
+        if streamed:  # a copy in each node, or one over several
+            copies = max(1, self.plan.ways.size // max(self.plan.ways.slices, self.device.node))
             of_all[self.plan.weights] += copies * self.model.params * self.form.weight_bytes
         if self.plan.cache != "device":
             of_all[self.plan.cache] += cache * self.plan.ways.size
+        weights = weight_bytes(runner)
+        if streamed:
+            weights = outer_bytes(runner) + BUFFERS * max(map(runner.streamed_bytes, self.model.layers))
+        step = self._step()
         return Memory(
             weights=weights,
-            cache=cache if self.plan.cache == "device" else fetched,
-            work=self._work(),
+            cache=cache if self.plan.cache == "device" else BUFFERS * fetched,
+            requests=request_bytes(runner, step, slots=self.sequences, context=length),
+            work=work_bytes(runner, step),
             host=of_all["host"],
             disk=of_all["disk"],
         )
 
-    def _cache(self, sequences: float) -> float:
-        """Compute the bytes of a device for whole sequences, if it had all layers."""
-        whole = Tokens(count=0, sequences=sequences, context=self.workload.prompt + self.workload.generate)
-        return sum(layer.count * self.runner.cache_bytes(layer, [whole]) for layer in self.model.layers)
-
-    def _work(self) -> float:
-        """Compute the bytes of a pass: the stream twice, half of a layer's inner widths, and the logits."""
-        schedule, rows = self.plan.schedule, math.ceil(self.sequences / self.plan.micro_batches)
-        tokens = float(rows)
+    def _step(self) -> Step:
+        """Make the largest step of a lane."""
+        schedule, prompt = self.plan.schedule, self.workload.prompt
         if schedule == "cohorts":
-            tokens += min(self.plan.chunk, self.sequences * self.workload.prompt)
+            tokens = min(self.plan.chunk, self.sequences * prompt)
         elif schedule == "chunks":
-            tokens = max(tokens, *self._sizes())
+            tokens = max(self._sizes())
         else:
-            tokens = max(tokens, self.sequences / self.plan.prompt_micro_batches * self.workload.prompt)
-        inner = max(layer.active_params for layer in self.model.layers) / self.model.hidden / 2 / self.plan.ways.slices
-        logits = 4 * rows * self.model.vocab / self.plan.ways.slices
-        return 2 * tokens * (2 * self.model.hidden + inner) + logits
+            tokens = math.ceil(self.sequences / self.plan.prompt_micro_batches) * prompt
+        return Step(rows=self.sequences, chunks=1, tokens=tokens, micro_batches=self.plan.micro_batches)

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from jaxinfer.sharding.planner.costs import Format, System, Ways
-from jaxinfer.sharding.planner.hardware import Device
+from jaxinfer.sharding.planner.costs import Format, System
+from jaxinfer.sharding.planner.hardware import Device, Ways
 from jaxinfer.sharding.planner.plans import Plan, Prediction, Schedule, Tier, Workload, memory_of, missing, predict
 from jaxinfer.sharding.planner.shapes import ModelShape
 

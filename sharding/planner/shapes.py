@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+WORD = 32
+"""Tokens of a word of a bitmask, of which devices have whole ones."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
@@ -12,7 +15,9 @@ class LayerShape:
 
     Attributes:
       count: how many layers of this kind the model has.
-      params: parameters that every token multiplies with: attention, dense MLPs, shared experts, routers.
+      params: parameters that every token multiplies with: attention, dense MLPs, shared experts.
+      kv_params: those of them that go with the KV heads, of which devices may have copies.
+      whole_params: parameters that every device has, in 32 bits: norms, routers, biases.
       kv_values: numbers in the KV cache per token and layer.
       kv_heads: the parts into which the KV cache divides over devices; more devices keep copies.
       pair_flops: operations of attention per token and token of its context.
@@ -21,6 +26,7 @@ class LayerShape:
       experts: experts of a mixture; 0 for a dense layer.
       chosen: experts per token.
       expert_params: parameters of one expert.
+      sums: sums over devices that finish the layer: after attention and after the MLP, or one after both.
     """
 
     count: int
@@ -33,16 +39,28 @@ class LayerShape:
     experts: int = 0
     chosen: int = 0
     expert_params: int = 0
+    kv_params: int = 0
+    whole_params: int = 0
+    sums: int = 2
 
     @property
     def all_params(self) -> int:
         """The parameters of one layer, with all experts."""
-        return self.params + self.experts * self.expert_params
+        return self.params + self.whole_params + self.experts * self.expert_params
 
     @property
     def active_params(self) -> int:
         """The parameters of one layer that a token multiplies with."""
-        return self.params + self.chosen * self.expert_params
+        return self.params + self.whole_params + self.chosen * self.expert_params
+
+    def params_of(self, slices: int) -> float:
+        """The parameters of `params` that each of so many devices has: a KV head goes to one of them as a whole."""
+        copies = math.ceil(self.kv_heads / slices) / self.kv_heads
+        return (self.params - self.kv_params) / slices + self.kv_params * copies
+
+    def kv_values_of(self, slices: int) -> float:
+        """The numbers in the KV cache per token and layer that each of so many devices has."""
+        return self.kv_values * math.ceil(self.kv_heads / slices) / self.kv_heads
 
     def seen(self, context: float) -> float:
         """The tokens of a context that attention sees."""
@@ -58,6 +76,8 @@ class ModelShape:
       vocab: token ids.
       heads: query heads, which tensor parallelism divides.
       tied: whether the head's matrix is the embedding's.
+      whole_params: parameters of no layer that every device has, in 32 bits: the last norm, learned positions.
+      word_width: width of the embedding and the head, if not `hidden`.
       layers: kinds of layers; order does not matter, since stages get equal shares of each kind.
     """
 
@@ -67,6 +87,8 @@ class ModelShape:
     heads: int
     tied: bool
     layers: tuple[LayerShape, ...]
+    whole_params: int = 0
+    word_width: int = 0
 
     @property
     def depth(self) -> int:
@@ -81,13 +103,18 @@ class ModelShape:
     @property
     def head_params(self) -> int:
         """Parameters of the head."""
-        return self.hidden * self.vocab
+        return (self.word_width or self.hidden) * self.vocab
+
+    def head_params_of(self, slices: int) -> int:
+        """The parameters of the head that each of so many devices has: rows of whole words of the tokens' bitmask."""
+        words = math.ceil(self.vocab / WORD / slices)
+        return (self.word_width or self.hidden) * (self.vocab if slices == 1 else words * WORD)
 
     @property
     def params(self) -> int:
-        """All parameters but norms and biases."""
+        """All parameters; of models in `data/models.toml` without norms and biases."""
         layers = sum(layer.count * layer.all_params for layer in self.layers)
-        return layers + self.head_params * (1 if self.tied else 2)
+        return layers + self.head_params * (1 if self.tied else 2) + self.whole_params
 
     @classmethod
     def from_fields(cls, name: str, fields: Mapping[str, Any]) -> "ModelShape":
@@ -144,13 +171,15 @@ class _Fields:
             "params": 2 * self.hidden * head_dim * (self.heads + kv_heads),
             "kv_values": 2 * kv_heads * head_dim,
             "kv_heads": kv_heads,
+            "kv_params": 2 * self.hidden * head_dim * kv_heads,
             "pair_flops": 4 * self.heads * head_dim,
         }
         if self.latent:
             attention = self._latent_attention(**self.latent)
         if mixture:
-            attention["params"] += self._mlp_params(self.shared_mlp) + self.hidden * self.experts
-            expert = {"experts": self.experts, "chosen": self.chosen}
+            attention["params"] += self._mlp_params(self.shared_mlp)
+            expert = {"whole_params": self.hidden * self.experts}
+            expert |= {"experts": self.experts, "chosen": self.chosen}
             expert["expert_params"] = self._mlp_params(self.expert_mlp or self.mlp or 4 * self.hidden)
         else:
             attention["params"] += self._mlp_params(self.mlp or 4 * self.hidden)

@@ -14,10 +14,10 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.devices import bytes_per_device
-from jaxinfer.models.layers.expert_exchange import ExchangeSizes
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.presets import preset
 from jaxinfer.sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding.planner.exchanges import ExchangeSizes
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
 MIXTRAL = preset("mixtral-8x7b")

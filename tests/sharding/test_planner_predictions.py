@@ -8,6 +8,7 @@ import pytest
 from jaxinfer.sharding import schedules
 from jaxinfer.sharding.planner import (
     Catalogue,
+    Fetched,
     ModelShape,
     NothingFitsError,
     Plan,
@@ -18,6 +19,7 @@ from jaxinfer.sharding.planner import (
     rank,
 )
 from jaxinfer.sharding.planner.costs import Format, Runner, Tokens, imbalance
+from jaxinfer.sharding.planner.exchanges import Exchange
 from jaxinfer.sharding.planner.plans import USABLE, missing
 from jaxinfer.sharding.planner.search import FORMATS, meshes, plans
 
@@ -166,6 +168,32 @@ def test_streaming_reaches_what_the_link_allows():
     assert not missing(device, made.plan, dataclasses.replace(made.memory, work=0.0, cache=0.0))
 
 
+def streaming(**fetched):
+    """A model of which a token takes a second to compute."""
+    shape = ModelShape.from_fields("one", {"hidden": 1000, "layers": 1, "heads": 1, "vocab": 1, "mlp": 1000})
+    peak = 2 * (shape.params - shape.head_params)
+    device = dataclasses.replace(A100, flops=peak, bandwidth=math.inf)
+    return Runner(model=shape, device=device, system=IDEAL, ways=Ways(), format=Format(), fetched=Fetched(**fetched))
+
+
+def test_a_pass_takes_as_long_as_what_takes_longest():
+    ahead, waits = (streaming(layers_s=4.0, ahead=ahead) for ahead in (True, False))
+    assert [ahead.token(count, 0).total for count in (1, 4, 8)] == pytest.approx([4, 4, 8], rel=1e-3)
+    assert ahead.balanced(0) == 4
+    assert waits.token(1, 0).total == pytest.approx(5.0, rel=0.01)
+    assert streaming().balanced(0) == 1
+
+
+def test_of_experts_those_come_that_tokens_chose_and_that_are_not_held():
+    model = CATALOGUE.model("qwen3-30b-a3b")
+    (layer,) = model.layers
+    runner = Runner(model=model, device=FAR, system=IDEAL, ways=Ways(), format=Format())
+    for held in (0.0, 0.75):
+        streamed = dataclasses.replace(runner, fetched=Fetched(experts=1e9, held=held))
+        one = streamed.fetch_s((Tokens(count=1, sequences=1, context=1),))
+        assert one == pytest.approx(layer.count * layer.chosen * (1 - held) * layer.expert_params * 2 / 1e9)
+
+
 def test_every_node_has_the_weights_that_its_devices_stream():
     work = Workload(batch=16, prompt=128, generate=8)
     sizes = [
@@ -189,7 +217,7 @@ def test_experts_are_read_if_chosen():
     (layer,) = model.layers
     runner = Runner(model=model, device=FAR, system=IDEAL, ways=Ways(), format=Format())
     one, many = (runner.layer(layer, (Tokens(count=n, sequences=n, context=1),)).memory for n in (1, 64))
-    rest = layer.params * 2 / FAR.bandwidth
+    rest = runner.shared_bytes(layer) / FAR.bandwidth
     assert (one - rest) / (8 * layer.expert_params * 2 / FAR.bandwidth) == pytest.approx(1.0, rel=0.01)
     assert (many - rest) / (one - rest) == pytest.approx(128 / 8 * (1 - (1 - 8 / 128) ** 64), rel=0.01)
     idle = dataclasses.replace(runner, system=dataclasses.replace(IDEAL, idle_experts=True))
@@ -207,13 +235,14 @@ def test_a_coordinated_exchange_has_fewer_peers():
     model, ways = CATALOGUE.model("moe-1t"), Ways(data=32, expert=4, tensor=2)
     system = dataclasses.replace(IDEAL, peer_s=1e-6)
 
-    def seconds(coordinated, device):
-        chosen = dataclasses.replace(system, coordinated=coordinated)
-        return Runner(model=model, device=device, system=chosen, ways=ways, format=Format()).all_to_all(1e6)
+    def seconds(exchange, device):
+        runner = Runner(model=model, device=device, system=system, ways=ways, format=Format())
+        rows = {"pcc": (("data",), 32, 1e6 / 4), "all_to_all": (("data", "expert"), 128, 1e6)}[exchange]
+        return runner.exchanged([Exchange("all-to-all", *rows)]).total
 
-    assert seconds(True, FAR) == pytest.approx(31e-6)
-    assert seconds(False, FAR) == pytest.approx(127e-6)
-    wire = [seconds(way, A100) - seconds(way, FAR) for way in (True, False)]
+    assert seconds("pcc", FAR) == pytest.approx(31e-6)
+    assert seconds("all_to_all", FAR) == pytest.approx(127e-6)
+    wire = [seconds(way, A100) - seconds(way, FAR) for way in ("pcc", "all_to_all")]
     assert wire[0] == pytest.approx(31 / 32 * 1e6 / 4 / A100.network)  # eight devices of a node are one lane
     assert wire[1] == pytest.approx(124 / 128 * 1e6 / A100.network)  # four groups of experts in a node
 

@@ -27,60 +27,10 @@ from jax.sharding import get_abstract_mesh
 from jaxinfer.models.layers.linear import PartialSum
 from jaxinfer.pallas_kernels.moe import Routing, limit_capacity, permute, sort_choices, unpermute
 from jaxinfer.sharding.collectives import axis_index, mesh_axes, rules
+from jaxinfer.sharding.planner.exchanges import ExchangeSizes
 
 Run = Callable[[jax.Array, Routing], jax.Array]
 """Sums the experts on this device over each token: (tokens [N, D], their choices of these experts) -> [N, D]."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExchangeSizes:
-    """The sizes that decide how much devices exchange.
-
-    Attributes:
-      lanes: Q, over which experts are split. column: L, devices of a lane over which experts are split.
-      slices: parts of each expert's hidden width.
-      tokens: T, of a lane. choices: experts of a token.
-      experts: E. capacity: C, a lane's tokens that an expert takes.
-      token_bytes: bytes of a token's D numbers.
-    """
-
-    lanes: int
-    column: int
-    slices: int
-    tokens: int
-    choices: int
-    experts: int
-    capacity: int
-    token_bytes: int
-
-    def wire_bytes(self, exchange: str) -> float:
-        """The bytes that each device receives for its tokens, with the sums that finish a layer."""
-        table, every = self.experts * self.capacity * self.token_bytes, self.lanes * self.column
-        tokens = self.tokens * self.token_bytes
-        slices, all_parts = _reduced(tokens, self.slices), _reduced(tokens, self.slices * self.column)
-        between_lanes = 2 * (self.lanes - 1) / self.lanes * table / self.column
-        match exchange:
-            case "all_to_all":
-                return 2 * (every - 1) / every * table + slices
-            case "pcc":
-                return between_lanes + all_parts
-            case "pcc_all_gather":
-                return between_lanes + (self.column - 1) / self.column * table + slices
-            case "all_gather":
-                choices = self.tokens * self.choices * 8  # a weight and a number of an expert
-                return (self.lanes - 1) * (2 * tokens + choices) + all_parts
-            case _:
-                raise ValueError(f"unknown exchange {exchange!r}")
-
-    @property
-    def cheapest(self) -> str:
-        """The exchange of the fewest bytes; of equal ones that which computes the fewest rows."""
-        return min(("all_gather", "pcc", "pcc_all_gather", "all_to_all"), key=self.wire_bytes)
-
-
-def _reduced(size: int, devices: int) -> float:
-    """The bytes that each device receives when so many add up `size` bytes."""
-    return 2 * (devices - 1) / devices * size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +76,7 @@ def run_experts(x: jax.Array, routing: Routing, run: Run, capacity: int | None) 
     if place.num_lanes * place.column_size == 1:
         return PartialSum(run(x, routing), slices)
     tokens, choices = routing.experts.shape
+    room = tokens if capacity is None else capacity
     sizes = ExchangeSizes(
         lanes=place.num_lanes,
         column=place.column_size,
@@ -133,7 +84,7 @@ def run_experts(x: jax.Array, routing: Routing, run: Run, capacity: int | None) 
         tokens=tokens,
         choices=choices,
         experts=experts,
-        capacity=tokens if capacity is None else capacity,
+        capacity=room,
         token_bytes=x.shape[1] * x.dtype.itemsize,
     )
     exchange = sizes.cheapest if rules().exchange == "cheapest" else rules().exchange
@@ -145,7 +96,7 @@ def run_experts(x: jax.Array, routing: Routing, run: Run, capacity: int | None) 
         if exchange == "all_to_all":
             y = _all_to_all(x, routing, run, place.lanes + place.column, place.num_lanes * place.column_size)
             return PartialSum(unpermute(y, routing), slices)
-        held = _of_column(routing, place, sizes.capacity)
+        held = _of_column(routing, place, room)
         y = _all_to_all(x, held, run, place.lanes, place.num_lanes)
         if exchange == "pcc":
             return PartialSum(unpermute(y, held), place.column + slices)
