@@ -4,6 +4,7 @@ It also runs in a process of its own, since the number of CPU devices is fixed w
 TENSOR` prints one JSON object: seconds of a pass over one token as predicted and as measured, and their parts.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -19,6 +20,7 @@ from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
+from jaxinfer.sharding.planner import Fetched
 from jaxinfer.streaming.config import MemoryConfig
 from jaxinfer.streaming.layer_folders import write_layer_files
 from jaxinfer.streaming.prediction import plan_pass
@@ -52,15 +54,16 @@ def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
     write_layer_files(opened, opened.folder)
     placement = plan_placement(opened, EngineConfig(max_batch=1, context=CONTEXT), MemoryConfig(weights="disk"))
     assert placement is not None
-    planned = plan_pass(opened, placement)
+    planned = plan_pass(opened, placement, context=CONTEXT)
     predicted = planned.predict(1)
+    computed = dataclasses.replace(planned.runner, fetched=Fetched()).token(1, planned.context)
     sizes = {"batch": 1, "prompt": PROMPT, "passes": PASSES, "context": CONTEXT}
     result = run(model, {"weights": "disk", "mesh": mesh, **sizes})
     return {
-        "predicted": round(predicted.seconds, 4),
+        "predicted": round(predicted.total, 4),
         "measured": round(decode_seconds(result), 4),
-        "predicted_fetch": round(predicted.fetch_seconds, 4),
-        "predicted_compute": round(predicted.compute_seconds, 4),
+        "predicted_fetch": round(planned.runner.fetched.layers_s, 4),
+        "predicted_compute": round(computed.total, 4),
         "compute": round(result["compute_seconds"] / (len(result["seconds"]) - 1), 4),
         "predicted_gb_per_s": round(planned.bandwidths["disk"] / 1e9, 3),
         "gb_per_s": round(result["bandwidth"]["disk"] / 1e9, 3),

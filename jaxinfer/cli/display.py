@@ -38,6 +38,15 @@ def figure(value: float, digits: int = 4) -> str:
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
+def kept_tokens(token_bytes: float) -> str:
+    """Say how many tokens of the KV cache a tier keeps.
+
+    >>> kept_tokens(1 << 20)
+    '1 GiB of --host-kv or --disk-kv-limit keeps 1,024 tokens of the KV cache.'
+    """
+    return f"1 GiB of --host-kv or --disk-kv-limit keeps {int((1 << 30) / token_bytes):,} tokens of the KV cache."
+
+
 def show(*shown: RenderableType) -> None:
     """Print tables and the like."""
     console = Console()

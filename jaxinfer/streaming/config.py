@@ -193,6 +193,11 @@ class ExpertPlacement:
     bytes: int
 
     @property
+    def is_fetched(self) -> bool:
+        """Whether experts come to the device; a CPU uses those in the host's memory where they are."""
+        return self.tier == "disk" or self.slots > 0
+
+    @property
     def device_bytes(self) -> int:
         """The bytes of experts on the device."""
         return self.slots * self.bytes

@@ -1,4 +1,4 @@
-"""Predicting a streamed model's speed from bandwidths and the rate of multiplication (`docs/streaming.md`)."""
+"""Measures this machine, and has the planner predict a model on it (`docs/streaming.md`)."""
 
 import collections
 import dataclasses
@@ -19,10 +19,12 @@ from jaxinfer.checkpoints.host_memory import ALIGNMENT, aligned_buffer
 from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, read_direct
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import to_host
-from jaxinfer.models.devices import devices_of
+from jaxinfer.models import DecoderConfig
+from jaxinfer.models.devices import available_bytes, device_name, devices_of, host_total_bytes
 from jaxinfer.models.files.loading import OpenedModel
-from jaxinfer.models.leaves import layer_of
+from jaxinfer.models.planning import shape_of
 from jaxinfer.pallas_kernels.matmul.api import matmul
+from jaxinfer.sharding.planner import Device, Fetched, Format, Runner, Seconds, System, Ways
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.layer_folders import layer_folder
 
@@ -33,111 +35,109 @@ MEASURED_SECONDS = 3.0
 COPIED_BYTES = 256 << 20
 MATRIX = 2048
 REPEATS = 5
+JAXINFER = System(name="jaxinfer", bandwidth_share=1.0, flops_share=1.0, layer_s=0.0, exchange="cheapest", drops=False)
+"""On this machine, whose measured rates are those that products reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The prediction for a pass over some sequences, one token each.
+class PlannedPass:
+    """A pass of a model on this machine, one token of each sequence, as the planner predicts it.
 
     Attributes:
-      tokens: number of sequences.
-      seconds: seconds of the pass.
-      fetch_seconds, compute_seconds: seconds of fetching its layers, and of computing them.
-      flops: operations a second of each device.
-    """
-
-    tokens: int
-    seconds: float
-    fetch_seconds: float
-    compute_seconds: float
-    flops: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassTraffic:
-    """The traffic and computation of a pass through a model, with their speeds.
-
-    Attributes:
-      moved: bytes from each tier to all devices together, which share the disk and the host's memory.
+      moved: bytes of layers from each tier to all devices together, which share the disk and the host's memory.
       bandwidths: bytes a second from each tier to all devices together.
-      parameters: parameters that each token multiplies with on each device.
-      weight_bytes: bytes of layers that each device multiplies with.
-      flops: operations a second of each device, while all compute.
-      weight_rate: bytes a second of weights that each device multiplies with a single token, while all do.
-      ahead: whether layers are fetched while others are computed.
+      runner: the model on these devices, with what they were measured to do.
+      context: tokens that each sequence sees.
     """
 
     moved: Mapping[str, int]
     bandwidths: Mapping[str, float]
-    parameters: int
-    weight_bytes: int
-    flops: float
-    weight_rate: float = math.inf
-    ahead: bool = True
+    runner: Runner
+    context: float
+
+    def predict(self, sequences: int) -> Seconds:
+        """Predict the seconds of a pass."""
+        return self.runner.token(sequences, self.context)
 
     @property
-    def fetch_seconds(self) -> float:
-        """The seconds of fetching the layers, which come one after the other from any tier."""
-        return sum(size / self.bandwidths[tier] for tier, size in self.moved.items())
-
-    def predict(self, tokens: int) -> Prediction:
-        """Predict a pass over `tokens` tokens. Weights are read once, however many tokens multiply with them."""
-        fetch = self.fetch_seconds
-        compute = max(2 * self.parameters * tokens / self.flops, self.weight_bytes / self.weight_rate)
-        seconds = max(fetch, compute) if self.ahead else fetch + compute
-        return Prediction(
-            tokens=tokens,
-            seconds=seconds,
-            fetch_seconds=fetch,
-            compute_seconds=compute,
-            flops=2 * self.parameters * tokens / seconds,
-        )
-
-    @property
-    def balanced_tokens(self) -> int:
-        """The number of tokens at which computing takes as long as fetching; more give no more tokens a second."""
-        return max(1, round(self.fetch_seconds * self.flops / (2 * self.parameters)))
+    def balanced(self) -> int:
+        """The fewest sequences for which computing takes as long as fetching."""
+        return self.runner.balanced(self.context)
 
 
 def plan_pass(
     opened: OpenedModel,
-    placement: Placement,
+    placement: Placement | None,
     *,
+    context: int,
     bandwidths: Mapping[str, float] | None = None,
     flops: float | None = None,
-) -> PassTraffic:
-    """Plan a pass of a placed model on this machine, measuring what is not given.
+) -> PlannedPass:
+    """Plan a pass of a model on this machine, measuring what is not given.
 
     Args:
+      placement: where layers are; None: all are on the devices.
+      context: tokens of a sequence at its end; it is planned in the middle.
       bandwidths: bytes a second from tiers to all devices together.
       flops: operations a second of each device; reading weights then takes no time.
 
-    Raises as `measure_disk` does, and ValueError for a mixture of experts.
+    Raises as `measure_disk` does, and ValueError for a model that generates no text.
     """
-    if placement.experts is not None:
-        raise ValueError(
-            f"{opened.folder}: plan is not implemented for a mixture of experts, since how fast it runs depends on "
-            "which experts are chosen; measure it with python -m benchmarks.moe --part streaming."
-        )
-    devices, rates = devices_of(opened.mesh), dict(bandwidths or {})
-    moved = moved_bytes(opened, placement)
-    if "disk" in moved and "disk" not in rates:
+    if not isinstance(opened.fitting.original, DecoderConfig):
+        raise ValueError(f"{opened.folder}: plan predicts language models, and this one generates no text.")
+    moved = {} if placement is None else moved_bytes(opened, placement)
+    rates = _measured(opened, placement, moved, bandwidths or {})
+    fetched = Fetched(layers_s=sum(size / rates[tier] for tier, size in moved.items()))
+    if placement is not None:
+        fetched = dataclasses.replace(fetched, ahead=placement.depth.device > 0)
+        if (experts := placement.experts) is not None and experts.is_fetched:
+            fetched = dataclasses.replace(fetched, experts=rates[experts.tier], held=experts.slots / experts.count)
+    return PlannedPass(moved=moved, bandwidths=rates, runner=_runner(opened, flops, fetched), context=context / 2)
+
+
+def _measured(
+    opened: OpenedModel, placement: Placement | None, moved: Mapping[str, int], given: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the bytes a second from each tier that something comes from, measured if not given."""
+    tiers, rates = set(moved), dict(given)
+    if placement is not None and placement.experts is not None and placement.experts.is_fetched:
+        tiers.add(placement.experts.tier)
+    if "disk" in tiers - rates.keys():
         written = layer_folder(opened)
         rates["disk"] = measure_disk(written if written.exists() else opened.folder)
-    if "host" in moved and "host" not in rates:
-        rates["host"] = measure_host_copy(devices)
-    return PassTraffic(
-        moved=moved,
-        bandwidths={tier: rates[tier] for tier in moved},
-        parameters=opened.parameters_per_device,
-        weight_bytes=opened.bytes_per_device(lambda name: layer_of(name) is not None),
-        flops=flops or measure_flops(devices, opened.weights.dtype),
-        weight_rate=math.inf if flops else measure_weight_rate(devices, opened.weights.dtype),
-        ahead=placement.depth.device > 0,
+    if "host" in tiers - rates.keys():
+        rates["host"] = measure_host_copy(devices_of(opened.mesh))
+    return {tier: rates[tier] for tier in sorted(tiers)}
+
+
+def _runner(opened: OpenedModel, flops: float | None, fetched: Fetched) -> Runner:
+    """Make the planner's model on these devices. What they send one another takes no time: it was not measured."""
+    config, devices, dtype = opened.fitting.original, devices_of(opened.mesh), opened.weights.dtype
+    assert isinstance(config, DecoderConfig)
+    peak = flops or measure_flops(devices, dtype)
+    device = Device(
+        name=device_name(devices[0]),
+        memory=available_bytes(opened.mesh),
+        bandwidth=math.inf if flops else measure_weight_rate(devices, dtype),
+        flops=peak,
+        flops8=peak,
+        node=len(devices),
+        link=math.inf,
+        network=math.inf,
+        host_link=math.inf,
+        disk=math.inf,
+        host_memory=host_total_bytes(),
+        disk_bytes=math.inf,
+    )
+    number = float(dtype.itemsize)
+    weight = {None: number, "int4": 0.5}.get(opened.weights.quantized, 1.0)
+    return Runner(
+        model=shape_of(str(opened.folder), config),
+        device=device,
+        system=JAXINFER,
+        ways=Ways() if opened.mesh is None else Ways(**opened.mesh.shape),
+        format=Format(weight_bytes=weight, kv_bytes=number, number_bytes=number),
+        fetched=fetched,
     )
 
 

@@ -65,6 +65,8 @@ def test_contents_of_a_model(model, shown):
     assert rows["parameters"] == "12,408"
     assert rows["stored bytes"] == rows["weights"] == "49.6 kB"
     assert rows["tokenizer"] == "no: token ids only"
+    kept = (1 << 30) // (int(rows["layers"]) * 2 * 2 * 6 * 4)  # keys and values of two heads in float32
+    assert f"1 GiB of --host-kv or --disk-kv-limit keeps {kept:,} tokens of the KV cache." in shown
     assert "layer files" not in rows
     write_layer_files(open_model(model), model)
     assert _rows(model)["layer files"].startswith("1 folder of ")

@@ -1,6 +1,5 @@
 """`jaxinfer plan`, and the arithmetic behind it."""
 
-import dataclasses
 import errno
 import math
 import os
@@ -20,41 +19,16 @@ from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
 from jaxinfer.streaming.model import stream_model
-from jaxinfer.streaming.prediction import PassTraffic, measure_disk, plan_pass
+from jaxinfer.streaming.prediction import measure_disk, plan_pass
 from tests.generation.conftest import PAGE_BYTES
-from tests.tiny import CONFIG
 
 WHOLE = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
-
-SIXTEEN = PassTraffic(
-    moved={"disk": 16 << 30}, bandwidths={"disk": float(16 << 30)}, parameters=8 << 30, weight_bytes=1, flops=64e12
-)
-
-
-def test_a_pass_takes_as_long_as_what_takes_longest():
-    one = SIXTEEN.predict(1)
-    assert (one.seconds, one.tokens_per_s) == (1.0, 1.0)
-    balanced = SIXTEEN.balanced_tokens
-    at, beyond = SIXTEEN.predict(balanced), SIXTEEN.predict(4 * balanced)
-    assert at.seconds == pytest.approx(1.0, rel=1e-3)
-    assert beyond.seconds == pytest.approx(4.0, rel=1e-3)
-    assert beyond.flops == pytest.approx(64e12)
-    assert beyond.tokens_per_s == pytest.approx(at.tokens_per_s, rel=1e-3)
-
-
-def test_a_pass_reads_its_weights_and_each_tier_has_its_rate():
-    slow = dataclasses.replace(SIXTEEN, weight_bytes=32 << 30, weight_rate=float(16 << 30))
-    assert slow.predict(1).seconds == 2.0
-    assert dataclasses.replace(slow, ahead=False).predict(1).seconds == 3.0
-    rates = {"disk": float(16 << 30), "host": float(64 << 30)}
-    mixed = dataclasses.replace(SIXTEEN, moved={"disk": 8 << 30, "host": 8 << 30}, bandwidths=rates)
-    assert mixed.predict(1).seconds == 0.5 + 0.125
 
 
 def planned(model_dir, mesh=None, rules=None, **memory):
     opened = open_model(model_dir, mesh=mesh, rules=rules)
     placement = plan_placement(opened, EngineConfig(max_batch=1, context=64), MemoryConfig(**memory))
-    return opened, plan_pass(opened, placement, bandwidths={"disk": 1e6, "host": 1e6}, flops=1e9)
+    return opened, plan_pass(opened, placement, context=64, bandwidths={"disk": 1e6, "host": 1e6}, flops=1e9)
 
 
 @pytest.mark.parametrize("rules", [None, WHOLE], ids=["split", "whole"])
@@ -62,7 +36,7 @@ def test_devices_share_the_disk(model_dir, rules):
     """What is predicted to be read is what the store reads, and it takes no less time than for one device."""
     _, one = planned(model_dir, weights="disk")
     opened, two = planned(model_dir, MeshConfig(tensor=2), rules, weights="disk")
-    assert two.fetch_seconds >= one.fetch_seconds
+    assert two.predict(1).fetch >= one.predict(1).fetch > 0
     placement = plan_placement(opened, EngineConfig(max_batch=1, context=64), MemoryConfig(weights="disk"))
     files = stream_model(opened, placement).store
     read = sum(
@@ -72,8 +46,6 @@ def test_devices_share_the_disk(model_dir, rules):
         for part in leaf.slices
     )
     assert two.moved == {"disk": read}
-    norms = CONFIG.layers * 2 * CONFIG.embed  # which every device has
-    assert two.parameters == (one.parameters if rules else (one.parameters + norms) // 2)
 
 
 def test_devices_share_the_hosts_memory(model_dir):
@@ -85,7 +57,7 @@ def test_devices_share_the_hosts_memory(model_dir):
 
 def seconds(output):
     """Of a pass of one sequence."""
-    return float(re.search(r"ing +(?:\(recommended\) )?1 +([\d.]+) ", output)[1])
+    return float(re.search(r"fetch +(?:\(recommended\) )?1 +([\d.]+) ", output)[1])
 
 
 def test_a_mesh_is_not_predicted_to_read_faster_than_its_disk(model_dir):
@@ -104,8 +76,11 @@ def test_plan(model_dir):
     assert done.exit_code == 0, done.output
     assert "(recommended)" in done.output
     assert "layers: 2 on disk" in done.output
-    done = CliRunner().invoke(app, ["plan", str(model_dir), "--weights", "auto"])
+    assert "1 GiB of --host-kv or --disk-kv-limit keeps" in done.output
+    assert "ms to read back from the disk" in done.output
+    done = CliRunner().invoke(app, ["plan", str(model_dir), "--weights", "auto", "--flops", "1e6"])
     assert "nothing is streamed" in done.output
+    assert re.search(r"^ ?compute +1 ", done.output, re.MULTILINE)
     done = CliRunner().invoke(app, ["plan", str(model_dir), *options, "--kv-offload", str(9 * 4 * PAGE_BYTES)])
     assert "room for 9 sequences of 64 tokens" in done.output  # of four pages each
 

@@ -70,6 +70,23 @@ def test_plans_are_drawn(tmp_path):
     assert "cohorts" in svg
 
 
+def test_notes_say_what_tiers_keep_and_which_experts_are_read():
+    text = run(*PAPER).stdout.replace("\n", " ")
+    each = 96 * 2 * 12288 * 2  # keys and values of a token in 16 bits
+    assert (
+        f"1 GiB of --host-kv or --disk-kv-limit keeps {2**30 // each:,} tokens of the KV cache. A prompt of 512" in text
+    )
+    assert "ms to read back from the host" in text
+    mixture = run("--model", "qwen3-30b-a3b", "--devices", "h200:4", "--batch", 64).stdout.replace("\n", " ")
+    assert re.search(r"64 tokens in a pass choose 12\d of a layer's 128 experts", mixture)
+
+
+def test_a_cache_on_the_host_is_not_how_jaxinfer_runs():
+    text = run("--model", "lm-175b", "--devices", "a100-40:16", "--batch", 160, "--prompt", 2048).stdout
+    assert "cache on host" in text
+    assert "lower --batch" in text
+
+
 def test_a_model_of_a_directory_is_planned(model_dir):
     text = run(model_dir, "--devices", "a100-40:2", "--quantize", "int8").stdout
     assert f"{model_dir} (0.0B, 8 bits) on 2 a100-40" in text.replace("\n", "")
@@ -81,6 +98,7 @@ def test_a_model_of_a_directory_is_planned(model_dir):
         (("--model", "lm-175b"), "--model is only used with --devices"),
         (("--devices", "h200:8"), "name one model, by --model NAME or as MODEL"),
         (("DIR", "--model", "lm-175b", "--devices", "h200:8"), "name one model"),
+        (("lm-175b", "--devices", "h200:8"), "write --model lm-175b for the planner's model"),
         (("--model", "lm-175b", "--devices", "h200:0"), "such as \"h200:8\", got 'h200:0'"),
         (("--model", "lm-175b", "--devices", "tpu:8"), "device 'tpu' is unknown; known: a100-40"),
         (("--model", "lm", "--devices", "h200:8"), "model 'lm' is unknown; known: gpt2-1.5b"),

@@ -35,6 +35,7 @@ def info(
     with long_work(f"reading {model}"):
         from rich.console import Console
 
+        from jaxinfer.cli.display import kept_tokens
         from jaxinfer.cli.info.costs import print_costs
         from jaxinfer.cli.info.description import look_at, table_of
         from jaxinfer.cli.info.formats import print_formats
@@ -64,6 +65,8 @@ def info(
     console = Console()
     console.print(table_of(str(model), known, layout, memory.stages))
     console.print(memory.table(model.resolve().name))
+    if memory.token:
+        console.print(kept_tokens(memory.token))
     print_formats(known.description, dtype)
     if not isinstance(config, VisionConfig) and file.mesh is None:
         print_kernels(config, weights, gpu, batch=max_batch, context=context)

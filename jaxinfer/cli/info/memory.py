@@ -22,12 +22,14 @@ class DeviceMemory:
     Attributes:
       weights: bytes of weights.
       cache: bytes of the KV cache.
+      token: bytes of one token in it, on all devices; 0 without a cache.
       what: the dtype or quantisation, and the batch, in words.
       stages: the stages of its pipeline; None: it has none.
     """
 
     weights: int
     cache: int
+    token: float
     what: str
     stages: Stages | None
 
@@ -61,5 +63,6 @@ def memory_of(
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)
     cache = bytes_per_device(cached, mesh, rules)
     batch = f", batch {max_batch} of {context} tokens" if cache else ""
+    token = cache * (layout.size // layout.data) / (max_batch * context) if cache else 0
     what = f"{weights.quantized or weights.dtype}{batch}"
-    return DeviceMemory(bytes_per_device(leaves, mesh, rules), cache, what, stages)
+    return DeviceMemory(bytes_per_device(leaves, mesh, rules), cache, token, what, stages)

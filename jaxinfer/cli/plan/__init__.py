@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from jaxinfer.cli.common import (
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
 from jaxinfer.cli.plan.devices import DeviceOptions, plan_devices
 from jaxinfer.cli.plan.fleet import FleetOptions, plan_fleet
+from jaxinfer.cli.plan.notes import cache_note, expert_note
 from jaxinfer.cli.plan.options import (
     AttentionContextOption,
     BatchOption,
@@ -45,6 +46,11 @@ from jaxinfer.cli.plan.options import (
     WriteOption,
 )
 from jaxinfer.progress import long_work
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxinfer.streaming.prediction import PlannedPass
 
 DRAWN = [field.name for field in dataclasses.fields(GanttOptions) if field.name != "stages"]
 """Options of schedules that are drawn."""
@@ -119,9 +125,8 @@ def plan(
     between tokens, tokens/s, costs, and what limits each. The model is --model NAME, or MODEL, whose config is read.
     With --trace FILE --slo ttft=500ms,tpot=50ms too, size a fleet whose replicas have at most so many devices.
 
-    Without, predict several batch sizes of a model with streamed layers on this machine, and recommend one. A pass
-    takes as long as fetching its layers or computing them, whichever is longer. Several devices share the disk and host
-    memory.
+    Without, predict several batch sizes of a model on this machine. For streamed layers, recommend one: a pass takes as
+    long as fetching layers or computing them, whichever is longer. Several devices share the disk and host memory.
 
     With --gantt FILE --mesh pipeline=4, draw the schedules of a pipeline instead.
     """
@@ -176,7 +181,7 @@ def _predict(
     with long_work(f"reading {model}"):
         from rich.filesize import decimal
 
-        from jaxinfer.cli.display import figure, show, table
+        from jaxinfer.cli.display import figure, show
         from jaxinfer.generation.api.build import split_options
         from jaxinfer.generation.engine.config import EngineConfig
         from jaxinfer.generation.execution.memory import FRACTION
@@ -189,7 +194,7 @@ def _predict(
         if "weights" not in file.memory:
             options.setdefault("weights", "disk")
         _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
-        bandwidths = parse_bandwidths(bandwidth)
+        rates = parse_bandwidths(bandwidth)
         opened = open_model(resolve(model), mesh=file, dtype=dtype, quantize=quantize)
         longest = opened.transformer.context
         context = context or longest
@@ -197,30 +202,39 @@ def _predict(
             raise ValueError(f"--context must be in [2, {longest}] for this model, got {context}.")
         config = EngineConfig(max_batch=1, context=context)
         placement = plan_placement(opened, config, memory)
+    with long_work("measuring bandwidth and devices"):
+        planned = plan_pass(opened, placement, context=context, bandwidths=rates, flops=flops)
+        rates |= planned.bandwidths
+    needs = DeviceBytes(opened, config, memory)
     if placement is None:
         typer.echo("All weights fit on the devices, so nothing is streamed.")
-        return
-    with long_work("measuring bandwidth and devices"):
-        planned = plan_pass(opened, placement, bandwidths=bandwidths, flops=flops)
-    best, needs = planned.balanced_tokens, DeviceBytes(opened, config, memory)
-    most = best
-    if needs.cache:
-        there = placement.tiers.count("device") + placement.depth.device + 1
-        most = max(1, int((needs.limit - needs.of_streamed(there, 0)) * FRACTION) // needs.cache)
-        if (sizes := needs.cache_sizes) is not None and sizes.offloaded:
-            most = max(1, sizes.offloaded // sizes.least)
-        best = min(best, most)
-    passes = table("limited by", "sequences", "s a pass", "tokens/s", "TFLOP/s", figures=4, title=str(placement))
-    for tokens in sorted({1, 8, 64, best, most} - {size for size in (8, 64) if size > most}):
-        prediction = planned.predict(tokens)
-        limit = "computing" if prediction.compute_seconds > prediction.fetch_seconds else "fetching"
-        figures = (figure(x, 3) for x in (prediction.seconds, prediction.tokens_per_s, prediction.flops / 1e12))
-        passes.add_row(limit, f"{'(recommended) ' if tokens == best else ''}{tokens:,}", *figures)
-    show(passes)
-    rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
-    typer.echo(f"{rates} to all devices, {figure(planned.flops / 1e12, 3)} TFLOP/s of each.")
-    if needs.cache:
-        typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
+        used, title = needs.of_whole(0), ""
+    else:
+        there, experts = placement.tiers.count("device") + placement.depth.device + 1, placement.experts
+        used, title = needs.of_streamed(there, 0, None if experts is None else experts.slots), str(placement)
+    most = max(1, int((needs.limit - used) * FRACTION) // needs.cache)
+    if placement is not None and (sizes := needs.cache_sizes) is not None and sizes.offloaded:
+        most = max(1, sizes.offloaded // sizes.least)
+    best = None if placement is None else min(planned.balanced, most)
+    show(_passes(planned, best, most, title))
+    links = "".join(f"{decimal(int(rate))}/s from {tier} to all devices, " for tier, rate in planned.bandwidths.items())
+    typer.echo(f"{links}{figure(planned.runner.device.flops / 1e12, 3)} TFLOP/s of each device.")
+    typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
+    for note in (expert_note(planned.runner, best or 1), cache_note(planned.runner, context // 2, rates)):
+        if note:
+            typer.echo(note)
+
+
+def _passes(planned: "PlannedPass", best: int | None, most: int, title: str) -> "Table":
+    """Make the table of passes over several numbers of sequences, at most `most`, of which `best` is recommended."""
+    from jaxinfer.cli.display import figure, table
+
+    passes = table("limited by", "sequences", "s a pass", "tokens/s", figures=3, title=title)
+    for count in sorted({1, *(size for size in (8, 64, best, most) if size is not None and size <= most)}):
+        seconds = planned.predict(count)
+        figures = (figure(x, 3) for x in (seconds.total, count / seconds.total))
+        passes.add_row(seconds.bound, f"{'(recommended) ' if count == best else ''}{count:,}", *figures)
+    return passes
 
 
 def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxinfer.cli.bench.files import check_file, check_plot, write_file
+from jaxinfer.cli.plan.notes import cache_note, expert_note
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jaxinfer.sharding.planner import Device, ModelShape, Prediction, System, Workload
-    from jaxinfer.sharding.planner.costs import Format
+    from jaxinfer.sharding.planner import Device, Format, ModelShape, Prediction, Runner, System, Workload
 
 SHOWN = 10
 """Plans in the table."""
@@ -81,7 +81,7 @@ def plan_devices(options: DeviceOptions) -> None:
     """Print the best plans; write and draw them if asked to."""
     with long_work("predicting plans"):
         from jaxinfer.cli.display import show
-        from jaxinfer.sharding.planner import rank
+        from jaxinfer.sharding.planner import Runner, rank
 
         model, device, system, form = planned(options)
         count, workload = options.count, _workload(options)
@@ -93,6 +93,9 @@ def plan_devices(options: DeviceOptions) -> None:
         f"constants of {system.name}, fitted to {system.source}; its points are off by {system.error:.0%} at most. "
         "Errors on public figures of other systems and devices: docs/benchmarks/planner.md."
     )
+    runner = Runner(model=model, device=device, system=system, ways=best[0].plan.ways, format=form)
+    for note in _notes(runner, workload, best[0].plan.cache):
+        typer.echo(note)
     say_price(device)
     if options.write is not None:
         write_file(options.write, mesh_file(best[0], model, device, workload).encode())
@@ -101,6 +104,19 @@ def plan_devices(options: DeviceOptions) -> None:
 
         title = f"{model.name} on {count} {device.name}, {workload.batch} requests"
         write_file(options.plot, render(draw(made, title), options.plot.suffix[1:]))
+
+
+def _notes(runner: "Runner", workload: "Workload", cache: str) -> list[str]:
+    """Say what the best mesh means for experts and tiers of the KV cache. cache: where running requests have theirs."""
+    device, ways = runner.device, runner.ways
+    rates = {"host": device.host_link * ways.slices * ways.pipeline, "disk": device.disk}
+    notes = [expert_note(runner, workload.batch), cache_note(runner, workload.prompt, rates)]
+    if cache != "device":
+        notes.append(
+            "The best plan keeps the cache of running requests on the host, as DeepSpeed Inference does. jaxinfer "
+            "keeps it on the devices, so some of these requests would wait: lower --batch."
+        )
+    return [note for note in notes if note]
 
 
 def planned(options: DeviceOptions) -> "tuple[ModelShape, Device, System, Format]":
@@ -131,6 +147,9 @@ def _model(options: DeviceOptions) -> "ModelShape":
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.planning import shape_of
 
+    assert options.folder is not None
+    if str(options.folder) in Catalogue.read().models and not options.folder.exists():
+        raise ValueError(f"MODEL is a directory or repository: write --model {options.folder} for the planner's model.")
     config = look_at(str(options.folder)).description.config
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{options.folder}: --devices plans language models; this is a {type(config).__name__}.")
