@@ -21,7 +21,7 @@ COUNTED := -n 2 -o console_output_style=count
 BY_FILE := $(COUNTED) --dist loadgroup
 BALANCED := $(COUNTED) --dist worksteal
 
-.PHONY: demo docs test interpreted slow slow-share aot newest peers vllm conformance ray lint types contracts clean
+.PHONY: demo docs test interpreted slow slow-share aot newest peers vllm aisimulate conformance ray lint types contracts clean
 
 demo: .venv/.kernels
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -59,6 +59,9 @@ ray: .venv-ray/.ray
 # A server that benchmarks.serving compares with; its packages contradict those of the other peers.
 vllm: .venv-vllm/.vllm
 
+# A simulator that benchmarks.planner compares with.
+aisimulate: .venv-aisimulate/.aisimulate
+
 lint: .venv/.dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -74,7 +77,7 @@ contracts: .venv/.dev
 	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
 clean:
-	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-vllm .venv-conformance .venv-ray build *.egg-info
+	rm -rf .venv .venv-aot .venv-newest .venv-peers .venv-vllm .venv-aisimulate .venv-conformance .venv-ray build *.egg-info
 
 %/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
@@ -124,6 +127,11 @@ clean:
 	@./pip-install .venv-conformance --no-deps -r tests/conformance/alone.txt
 	@cp tests/conformance/package.json .venv-conformance
 	@npm install --silent --no-package-lock --prefix .venv-conformance || echo "The tests of npm's client are left out."
+	@touch $@
+
+.venv-aisimulate/pyvenv.cfg: PYTHON := $(or $(PEERS_PYTHON),$(PYTHON))
+.venv-aisimulate/.aisimulate: .venv-aisimulate/pyvenv.cfg benchmarks/peers/aisimulate.txt
+	@./pip-install .venv-aisimulate -r benchmarks/peers/aisimulate.txt
 	@touch $@
 
 # uv resolves them, which pip does not in minutes. The CUDA builds of three packages would break every import.

@@ -552,7 +552,27 @@ def simulator_section(result: Result) -> list[str]:
         "in milliseconds: measured (the median of three runs), predicted, error.",
         table(["engine", "cell", *metrics.values()], lines),
         f"Largest errors: {named}.",
+        *_peer_paragraphs(result),
         checks_table(result, SIMULATOR_CHECKS),
+    ]
+
+
+def _peer_paragraphs(result: Result) -> list[str]:
+    """Write AISimulate's predictions of public points next to the planner's, if it ran."""
+    rows = [row for row in result["rows"] if row["figure"] == "peer"]
+    if not rows:
+        return []
+    (total,) = (row for row in result["rows"] if row["figure"] == "peer_errors")
+    lines = [
+        [row["name"], f"{row['measured']:,}"]
+        + [f"{row[who]:,}, {row[who] / row['measured'] - 1:+.0%}" for who in ("aisimulate", "jaxinfer")]
+        for row in rows
+    ]
+    return [
+        "AISimulate, which has measured each kernel on H200s, and jaxinfer's planner, which knows the datasheet and "
+        "constants of 2022, on throughputs that NVIDIA published for TensorRT-LLM. Median errors: "
+        f"{total['aisimulate']:.0%} and {total['jaxinfer']:.0%}.",
+        table(["point", "tokens/s", "AISimulate", "jaxinfer"], lines),
     ]
 
 

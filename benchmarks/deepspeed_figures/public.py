@@ -27,11 +27,11 @@ EXACT = System(name="wire", bandwidth_share=1.0, flops_share=1.0, layer_s=0.0)
 def rows() -> list[dict[str, Any]]:
     """Return what was measured, and what is predicted, of all tables."""
     tables = tomllib.loads(FILE.read_text())
-    made = [*_loads(tables["tensorrt-llm"]), *_pipelines(tables["sglang"]), *_exchanges(tables["deepep"])]
+    made = [*loads(tables["tensorrt-llm"]), *_pipelines(tables["sglang"]), *_exchanges(tables["deepep"])]
     return [{"figure": "public", **row, "predicted": float(f"{row['predicted']:.4g}")} for row in made]
 
 
-def _loads(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def loads(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = Catalogue.read().device(table["device"])
     for model, data, tensor, prompt, generate, measured in table["rows"]:
         shape, ways = Catalogue.read().model(model), Ways(data=data, tensor=tensor)

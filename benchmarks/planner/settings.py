@@ -32,10 +32,12 @@ class Settings(NamedTuple):
     Attributes:
       quick: a smoke test: few cells, short runs.
       folder: folder of the model of random weights.
+      aisimulate_python: interpreter with AISimulate.
     """
 
     quick: bool
     folder: Path
+    aisimulate_python: Path = ROOT / ".venv-aisimulate/bin/python"
 
     @property
     def seconds(self) -> float:

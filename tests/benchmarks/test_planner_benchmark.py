@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from benchmarks import pages
 from benchmarks.planner.accuracy import _check, cell_row
+from benchmarks.planner.peer import peer
 from benchmarks.planner.settings import ENGINES, NEAR_SATURATION, Lengths, Load, Settings
 from benchmarks.report import Report
 from jaxinfer.evaluation.generation.replay import Replayed
@@ -52,6 +54,22 @@ def test_a_cell_compares_means_with_the_median_run():
     assert {check.name: check.value for check in report.checks}["ttft_error_median"] == pytest.approx(0.3)
     worst = next(row for row in report.rows if row["metric"] == "ttft")
     assert worst == {"figure": "worst", "metric": "ttft", "error": -0.5, "cell": "demo, batch 8: other"}
+
+
+def test_a_peer_predicts_the_points_of_dense_models(tmp_path):
+    """A command in place of AISimulate, which is right."""
+    command = tmp_path / "aisimulate"
+    command.write_text("#!/bin/sh\necho noise\necho '{\"output_throughput_tok_s\": 27911}'\n")
+    command.chmod(0o755)
+    report = Report()
+    peer(report, Settings(quick=True, folder=tmp_path, aisimulate_python=tmp_path / "python"))
+    row, errors = report.rows
+    assert (row["name"], row["measured"], row["aisimulate"]) == ("llama-3.1-8b, 1 H200, 128/128", 27911, 27911)
+    assert 0 < errors["jaxinfer"] < 0.2
+    assert errors["aisimulate"] == 0
+    assert any("AISimulate" in text for text in pages._peer_paragraphs(report.result()))
+    peer(empty := Report(), Settings(quick=True, folder=tmp_path, aisimulate_python=tmp_path / "none/python"))
+    assert not empty.rows
 
 
 @pytest.mark.slow
