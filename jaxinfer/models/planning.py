@@ -57,6 +57,7 @@ def _layer(config: DecoderConfig, layer: int, count: int) -> LayerShape:
         shape,
         experts=mlp.moe.router.experts,
         chosen=mlp.moe.router.experts_per_token,
+        capacity_factor=mlp.moe.router.capacity_factor,
         expert_params=_params(leaves_of_part(config, WeightFormat(), layer, 0).values()),
     )
 

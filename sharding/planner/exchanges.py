@@ -171,7 +171,6 @@ class Pass:
         size = self._size(model)
         if not layer.experts:
             return [each._replace(times=layer.sums) for each in _sum(WITHIN_LAYERS, ways.slices, size)]
-        even = self.tokens * layer.chosen / layer.experts
         sizes = ExchangeSizes(
             lanes=ways.data,
             column=ways.expert,
@@ -179,7 +178,7 @@ class Pass:
             tokens=self.tokens,
             choices=layer.chosen,
             experts=layer.experts,
-            capacity=even if self.drops else self.tokens,
+            capacity=layer.even_share(self.tokens) if self.drops else layer.capacity(self.tokens),
             token_bytes=model.hidden * self.number_bytes,
         )
         whole = _sum(WITHIN_LAYERS, ways.slices, size)

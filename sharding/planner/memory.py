@@ -14,7 +14,7 @@ from jaxinfer.sharding.planner.shapes import WORD, LayerShape, stage_share
 OPTION_INTEGERS = 1654
 """Integers of a request's sampling options, without flags of logits processors."""
 FLAG_BYTES = 1
-LOGITS_COPIES, OPTION_COPIES = 9, 2
+LOGITS_COPIES, OPTION_COPIES = 9, 1.75
 """Copies of a row's logits and options that programs have room for."""
 PROMPT_POSITIONS = 64
 """Most tokens of a chunk whose logits exist at once."""
@@ -128,7 +128,10 @@ def work_bytes(runner: Runner, step: Step) -> float:
     tokens = math.ceil(step.rows / step.micro_batches) + step.tokens
     inner = max(layer.active_params for layer in model.layers) / model.hidden / 2 / slices
     logits = WHOLE_BYTES * model.vocab / slices
-    sampled = rows * (LOGITS_COPIES * logits + OPTION_COPIES * step.options * INTEGER_BYTES)
+    options = rows
+    if runner.ways.pipeline > 1 and not step.chunks:  # those of all micro-batches are there while one is computed
+        options += step.rows
+    sampled = rows * LOGITS_COPIES * logits + options * OPTION_COPIES * step.options * INTEGER_BYTES
     chunks = step.chunks / step.micro_batches
     of_prompts = min(step.tokens, chunks * PROMPT_POSITIONS) * logits
     return size * tokens * (2 * model.hidden + inner) + sampled + of_prompts

@@ -26,6 +26,7 @@ class LayerShape:
       experts: experts of a mixture; 0 for a dense layer.
       chosen: experts per token.
       expert_params: parameters of one expert.
+      capacity_factor: the most tokens of an expert, relative to its even share; None: it takes all that choose it.
       sums: sums over devices that finish the layer: after attention and after the MLP, or one after both.
     """
 
@@ -41,6 +42,7 @@ class LayerShape:
     expert_params: int = 0
     kv_params: int = 0
     whole_params: int = 0
+    capacity_factor: float | None = None
     sums: int = 2
 
     @property
@@ -61,6 +63,16 @@ class LayerShape:
     def kv_values_of(self, slices: int) -> float:
         """The numbers in the KV cache per token and layer that each of so many devices has."""
         return self.kv_values * math.ceil(self.kv_heads / slices) / self.kv_heads
+
+    def even_share(self, tokens: float) -> float:
+        """The choices of each expert, if so many tokens choose all equally."""
+        return tokens * self.chosen / self.experts
+
+    def capacity(self, tokens: float) -> float:
+        """The most of so many tokens that an expert takes."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(self.even_share(tokens) * self.capacity_factor))
 
     def seen(self, context: float) -> float:
         """The tokens of a context that attention sees."""

@@ -85,6 +85,16 @@ def test_plan(model_dir):
     assert "room for 9 sequences of 64 tokens" in done.output  # of four pages each
 
 
+@pytest.mark.slow
+def test_a_mixture_fetches_the_experts_that_its_tokens_choose():
+    options = ["--bandwidth", "1MB", "--flops", "1e9", "--device-memory", "13MB", "--context", "64"]
+    done = CliRunner().invoke(app, ["plan", "examples/moe_demo_model", "--weights", "disk", *options])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"48 experts of .* on disk, \d+ at a time", done.output)
+    assert seconds(done.output) > 0
+    assert "of a layer's 8 experts, if tokens choose at random." in done.output
+
+
 def test_plan_reads_the_file_of_the_mesh(model_dir, tmp_path):
     (tmp_path / "memory.toml").write_text('[memory]\nweights = "host"\n')
     options = ["--mesh", str(tmp_path / "memory.toml"), "--bandwidth", "1MB", "--flops", "1e6"]

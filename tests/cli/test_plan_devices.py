@@ -78,7 +78,7 @@ def test_notes_say_what_tiers_keep_and_which_experts_are_read():
     )
     assert "ms to read back from the host" in text
     mixture = run("--model", "qwen3-30b-a3b", "--devices", "h200:4", "--batch", 64).stdout.replace("\n", " ")
-    assert re.search(r"64 tokens in a pass choose 12\d of a layer's 128 experts", mixture)
+    assert re.search(r"A pass over 64 tokens reads 12\d of a layer's 128 experts", mixture)
 
 
 def test_a_cache_on_the_host_is_not_how_jaxinfer_runs():

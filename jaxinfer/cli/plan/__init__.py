@@ -207,16 +207,17 @@ def _predict(
         rates |= planned.bandwidths
     needs = DeviceBytes(opened, config, memory)
     if placement is None:
+        used = needs.of_whole(0)
         typer.echo("All weights fit on the devices, so nothing is streamed.")
-        used, title = needs.of_whole(0), ""
     else:
         there, experts = placement.tiers.count("device") + placement.depth.device + 1, placement.experts
-        used, title = needs.of_streamed(there, 0, None if experts is None else experts.slots), str(placement)
+        used = needs.of_streamed(there, 0, None if experts is None else experts.slots)
+        typer.echo(placement)
     most = max(1, int((needs.limit - used) * FRACTION) // needs.cache)
     if placement is not None and (sizes := needs.cache_sizes) is not None and sizes.offloaded:
         most = max(1, sizes.offloaded // sizes.least)
-    best = None if placement is None else min(planned.balanced, most)
-    show(_passes(planned, best, most, title))
+    best = min(planned.balanced, most) if planned.predict(1).bound == "fetch" else None
+    show(_passes(planned, best, most))
     links = "".join(f"{decimal(int(rate))}/s from {tier} to all devices, " for tier, rate in planned.bandwidths.items())
     typer.echo(f"{links}{figure(planned.runner.device.flops / 1e12, 3)} TFLOP/s of each device.")
     typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
@@ -225,11 +226,11 @@ def _predict(
             typer.echo(note)
 
 
-def _passes(planned: "PlannedPass", best: int | None, most: int, title: str) -> "Table":
+def _passes(planned: "PlannedPass", best: int | None, most: int) -> "Table":
     """Make the table of passes over several numbers of sequences, at most `most`, of which `best` is recommended."""
     from jaxinfer.cli.display import figure, table
 
-    passes = table("limited by", "sequences", "s a pass", "tokens/s", figures=3, title=title)
+    passes = table("limited by", "sequences", "s a pass", "tokens/s", figures=3)
     for count in sorted({1, *(size for size in (8, 64, best, most) if size is not None and size <= most)}):
         seconds = planned.predict(count)
         figures = (figure(x, 3) for x in (seconds.total, count / seconds.total))

@@ -20,14 +20,13 @@ def expert_note(runner: "Runner", sequences: int) -> str:
         return ""
     ways = runner.ways
     rows = -(-sequences // (ways.data * ways.pipeline))
+    tokens = rows * ways.data
     read = runner.experts_read(layer, rows) * ways.groups
-    note = (
-        f"{rows * ways.data:,} tokens in a pass choose {figure(read, 3)} of a layer's {layer.experts} experts, if they "
-        "choose at random"
-    )
+    over = f"A pass over {tokens:,} token{'s' if tokens > 1 else ''}"
+    note = f"{over} reads {figure(read, 3)} of a layer's {layer.experts} experts, if tokens choose at random"
     if ways.groups == 1:
         return f"{note}."
-    busiest = imbalance(rows * ways.data * layer.chosen / ways.groups, ways.groups)
+    busiest = imbalance(tokens * layer.chosen / ways.groups, ways.groups)
     return f"{note}; of {ways.groups} groups of experts, the busiest has {figure(busiest, 3)} times the mean load."
 
 
