@@ -14,8 +14,10 @@ from jaxinfer.sharding.planner.shapes import WORD, LayerShape, stage_share
 OPTION_INTEGERS = 1654
 """Integers of a request's sampling options, without flags of logits processors."""
 FLAG_BYTES = 1
-LOGITS_COPIES, OPTION_COPIES = 9, 1.75
-"""Copies of a row's logits and options that programs have room for."""
+LOGITS_COPIES, OPTION_COPIES = 9.5, 3
+"""Copies of a row's logits, or else of its options, that programs have room for while they choose its token."""
+RESULT_BYTES = 344
+"""Bytes of a token's log probabilities while a ring of stages collects them."""
 PROMPT_POSITIONS = 64
 """Most tokens of a chunk whose logits exist at once."""
 
@@ -128,10 +130,11 @@ def work_bytes(runner: Runner, step: Step) -> float:
     tokens = math.ceil(step.rows / step.micro_batches) + step.tokens
     inner = max(layer.active_params for layer in model.layers) / model.hidden / 2 / slices
     logits = WHOLE_BYTES * model.vocab / slices
-    options = rows
-    if runner.ways.pipeline > 1 and not step.chunks:  # those of all micro-batches are there while one is computed
-        options += step.rows
-    sampled = rows * LOGITS_COPIES * logits + options * OPTION_COPIES * step.options * INTEGER_BYTES
+    options = step.options * INTEGER_BYTES
+    sampled = rows * max(LOGITS_COPIES * logits, OPTION_COPIES * options)
+    if runner.ways.pipeline > 1:  # the rows of all micro-batches while one is computed, and their results
+        sampled += 0 if step.chunks else step.rows * options
+        sampled += (step.rows + step.tokens * step.micro_batches) * RESULT_BYTES
     chunks = step.chunks / step.micro_batches
     of_prompts = min(step.tokens, chunks * PROMPT_POSITIONS) * logits
     return size * tokens * (2 * model.hidden + inner) + sampled + of_prompts
