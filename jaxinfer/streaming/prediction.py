@@ -92,6 +92,8 @@ def plan_pass(
         fetched = dataclasses.replace(fetched, ahead=placement.depth.device > 0)
         if (experts := placement.experts) is not None and experts.is_fetched:
             fetched = dataclasses.replace(fetched, experts=rates[experts.tier], held=experts.slots / experts.count)
+        if placement.kv_offload:
+            fetched = dataclasses.replace(fetched, cache=rates["host"] / len(devices_of(opened.mesh)))
     return PlannedPass(moved=moved, bandwidths=rates, runner=_runner(opened, flops, fetched), context=context / 2)
 
 
@@ -100,6 +102,8 @@ def _measured(
 ) -> dict[str, float]:
     """Return the bytes a second from each tier that something comes from, measured if not given."""
     tiers, rates = set(moved), dict(given)
+    if placement is not None and placement.kv_offload:
+        tiers.add("host")
     if placement is not None and placement.experts is not None and placement.experts.is_fetched:
         tiers.add(placement.experts.tier)
     if "disk" in tiers - rates.keys():

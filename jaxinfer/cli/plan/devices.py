@@ -113,8 +113,8 @@ def _notes(runner: "Runner", workload: "Workload", cache: str) -> list[str]:
     notes = [expert_note(runner, workload.batch), cache_note(runner, workload.prompt, rates)]
     if cache != "device":
         notes.append(
-            "The best plan keeps the cache of running requests on the host, as DeepSpeed Inference does. jaxinfer "
-            "keeps it on the devices, so some of these requests would wait: lower --batch."
+            "The best plan keeps the cache of running requests on the host, as DeepSpeed Inference does. jaxinfer does "
+            "so only for streamed weights (--kv-offload): here some requests would wait, so lower --batch."
         )
     return [note for note in notes if note]
 
