@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-MOST_BINARY = 180
+MOST_BINARY = 220
 LOOKED_AT = 8000
 """Bytes of a file in which git looks for a zero, which makes it binary."""
 

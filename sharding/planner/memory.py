@@ -9,7 +9,7 @@ import math
 
 from jaxinfer.sharding.planner.costs import WHOLE_BYTES, Runner
 from jaxinfer.sharding.planner.exchanges import INTEGER_BYTES
-from jaxinfer.sharding.planner.shapes import WORD, LayerShape, stage_share
+from jaxinfer.sharding.planner.shapes import WORD, LayerShape, stage_places
 
 OPTION_INTEGERS = 1654
 """Integers of a request's sampling options, without flags of logits processors."""
@@ -73,9 +73,8 @@ def weight_bytes(runner: Runner) -> float:
 
     In a pipeline the first stage's embedding and the last one's head take the same place.
     """
-    model, share = runner.model, stage_share(runner.model, runner.ways.pipeline)
-    layers = sum(layer.count * runner.layer_bytes(layer) for layer in model.layers)
-    return outer_bytes(runner) + layers * share
+    layers = (runner.layer_bytes(layer) * stage_places(layer, runner.ways.pipeline) for layer in runner.model.layers)
+    return outer_bytes(runner) + sum(layers)
 
 
 def outer_bytes(runner: Runner) -> float:
@@ -88,13 +87,13 @@ def outer_bytes(runner: Runner) -> float:
 
 def kv_bytes(runner: Runner, tokens: float, sequences: float) -> float:
     """Compute the bytes of a device's KV cache for so many tokens, and of states; windows have room for all tokens."""
-    share, slices = stage_share(runner.model, runner.ways.pipeline), runner.ways.slices
+    stages, slices = runner.ways.pipeline, runner.ways.slices
 
     def of_layer(layer: LayerShape) -> float:
         states = sequences * layer.state_values * WHOLE_BYTES / slices
         return tokens * layer.kv_values_of(slices) * runner.format.kv_bytes + states
 
-    return share * sum(layer.count * of_layer(layer) for layer in runner.model.layers)
+    return sum(stage_places(layer, stages) * of_layer(layer) for layer in runner.model.layers)
 
 
 def kept_bytes(runner: Runner) -> float:

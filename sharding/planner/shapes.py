@@ -216,3 +216,8 @@ class _Fields:
 def stage_share(model: ModelShape, stages: int) -> float:
     """The share of all layers that the largest stage has."""
     return math.ceil(model.depth / stages) / model.depth
+
+
+def stage_places(layer: LayerShape, stages: int) -> int:
+    """The places that each stage has for layers of a kind, whether or not it has such layers."""
+    return math.ceil(layer.count / stages)

@@ -105,8 +105,8 @@ def mlp_kind(config: DecoderConfig, layer: int) -> int:
         leaves = leaves_of_part(config, WeightFormat(), layer)
         return config.layer(layer).mlp, [(name.removeprefix(f"layers.{layer}."), leaf) for name, leaf in leaves.items()]
 
-    wanted = kind(layer)
-    return next(other for other in config.moe_layers if kind(other) == wanted)
+    experts = kind(layer)
+    return next(other for other in config.moe_layers if kind(other) == experts)
 
 
 def _moe(config: DecoderConfig, layer: int) -> MoeConfig:
