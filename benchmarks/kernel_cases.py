@@ -152,7 +152,7 @@ def every_case() -> Iterator[Case]:
         ("gpt-j-6b", 8, 1, 2048, "int8"),
         ("gpt2-1.5b", 1, 1, 1024, "bfloat16"),
     ):
-        heads, rotary = _heads(preset(model)), preset(model).layer(0).mixer.positions.rotary_dim
+        heads, rotary = _heads(preset(model)), preset(model).layer(0).attention.positions.rotary_dim
         name, int8 = f"{model}, {batch} x {tokens}, context {context}, {dtype}", dtype == "int8"
         yield decoding(batch, tokens, context, heads, rotary=rotary, int8=int8, full=True, name=name)
     for model, tokens, dtype in (
@@ -195,7 +195,9 @@ def _decoder_layer(model: str, rows: int, fmt: str) -> Iterator[Case]:
 
 
 def _heads(config: DecoderConfig) -> Heads:
-    return Heads(config.layer(0).mixer.q_heads, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
+    return Heads(
+        config.layer(0).attention.q_heads, config.layer(0).attention.kv_heads, config.layer(0).attention.head_dim
+    )
 
 
 # Linear layers

@@ -38,7 +38,7 @@ def export_llama(model: Path, out: Path) -> None:
 def export_gguf(model: Path, file: Path) -> None:
     """Write a Llama-like model directory as a GGUF file. Errors are those of `export_llama`."""
     config, tensors = read_llama(model)
-    attention = config.layer(0).mixer
+    attention = config.layer(0).attention
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.embed)
@@ -84,7 +84,7 @@ def read_llama(model: Path) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
 
 
 def _config(config: DecoderConfig) -> dict[str, object]:
-    attention = config.layer(0).mixer
+    attention = config.layer(0).attention
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -108,7 +108,7 @@ def _config(config: DecoderConfig) -> dict[str, object]:
 
 def _layer(config: DecoderConfig, layer: str, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Take a layer's leaves, and return its tensors: as `models/families/llama.py` reads them."""
-    attention, embed = config.layer(0).mixer, config.embed
+    attention, embed = config.layer(0).attention, config.embed
     group = attention.q_heads // attention.kv_heads
     heads = leaves.pop(f"{layer}.attention.qkv.weight").reshape(attention.kv_heads, group + 2, -1, embed)
     gate_up = leaves.pop(f"{layer}.mlp.gate_up.weight")

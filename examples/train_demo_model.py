@@ -290,9 +290,10 @@ def logits(
     mlp: computes a layer's feed-forward block, [B, T, D] -> [B, T, D].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    rotary = rotary_table(model.cfg.layer(0).mixer.positions, positions)
+    rotary = rotary_table(model.cfg.layer(0).attention.positions, positions)
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
+        assert layer.attention is not None
         assert layer.mlp_norm is not None
         x += attend(layer.attention, layer.attention_norm(x), rotary)
         x += mlp(layer.mlp, layer.mlp_norm(x))

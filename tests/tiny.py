@@ -17,6 +17,7 @@ from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
+    DeltaRuleConfig,
     GroupScore,
     LayerConfig,
     MlpConfig,
@@ -53,6 +54,18 @@ TWO_WIDTHS = dataclasses.replace(
     CONFIG, pattern=(CONFIG.layer(0), CONFIG.layer(1).with_attention(kv_heads=1, head_dim=32))
 )
 """Layers whose pages differ: in their KV heads, their head size, and the bytes of a token."""
+HYBRID = dataclasses.replace(
+    CONFIG,
+    layers=3,
+    pattern=(
+        dataclasses.replace(
+            CONFIG.layer(0),
+            mixer=DeltaRuleConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+        ),
+        CONFIG.layer(0).with_attention(output_gate=True),
+    ),
+)
+"""Layers with recurrent states around one with attention, whose output is gated."""
 ONE_KIND = CONFIG.with_windows((None,))
 """Layers of one kind, which streaming runs by the same programs."""
 
@@ -102,7 +115,7 @@ def fill[Model: nnx.Module](make: Callable[[], Model], rng: np.random.Generator)
     """
     model = nnx.eval_shape(make)
     for name, variable in nnx.to_flat_state(nnx.state(model)):
-        if len(variable.shape) >= 2 or name[-1] == "selection_bias":
+        if len(variable.shape) >= 2 or name[-1] in ("selection_bias", "decay", "step_bias"):
             value = rng.normal(0, 0.4, variable.shape)
         else:
             value = np.full(variable.shape, {"bias": 0, "scale": 1}[name[-1]])

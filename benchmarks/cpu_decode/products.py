@@ -47,7 +47,7 @@ class Chain(Sizes):
 
 def matrices(config: DecoderConfig, dtype: str) -> list[tuple[Weights, ...]]:
     """Make the matrices of every layer (qkv, out, gate and up, down), and the head; they lie where models' do."""
-    attention, rng = config.layer(0).mixer, np.random.default_rng(0)
+    attention, rng = config.layer(0).attention, np.random.default_rng(0)
     width = attention.q_heads * attention.head_dim
     qkv = attention.kv_heads * (attention.group + 2) * attention.head_dim
     hidden = config.layer(0).mlp.hidden
@@ -90,7 +90,7 @@ def measure(model: str, dtype: str, rows: int, rounds: int) -> dict[str, Any]:
     weights = matrices(config, dtype)
     x = jnp.ones((rows, config.embed), dtype if dtype == "bfloat16" else "float32")
     scale = jnp.ones(config.embed, jnp.float32)
-    width = config.layer(0).mixer.q_heads * config.layer(0).mixer.head_dim
+    width = config.layer(0).attention.q_heads * config.layer(0).attention.head_dim
     stored = weights[0][0].weight.dtype
     spec = ProgramSpec[Chain, None](
         sizes=Chain,

@@ -34,7 +34,7 @@ def weight_bytes(config: DecoderConfig, dtype: str) -> int:
 
 def kv_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
     """Count the bytes of keys and values of all layers for one sequence, in a window at most its tokens."""
-    mixers = [config.layer(layer).mixer for layer in range(config.layers)]
+    mixers = [config.layer(layer).attention for layer in range(config.layers)]
     values = sum(min(context, mixer.window or context) * mixer.kv_values for mixer in mixers)
     size = NARROW_KV if dtype in QUANTISED else weight_format(dtype).dtype.itemsize
     return values * size

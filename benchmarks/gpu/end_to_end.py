@@ -215,7 +215,7 @@ class Bench:
 
 def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
     """The transformers architecture for this config, and its sizes."""
-    attention = config.layer(0).mixer
+    attention = config.layer(0).attention
     if config.layer(0).mlp.gated:
         return "Llama", {
             "vocab_size": config.vocab,

@@ -70,7 +70,7 @@ class Model:
 
     def kv_bytes(self, tokens: int) -> int:
         """Count the bytes of the keys and values of this many tokens, in all layers."""
-        values = sum(self.config.layer(layer).mixer.kv_values for layer in range(self.config.layers))
+        values = sum(self.config.layer(layer).attention.kv_values for layer in range(self.config.layers))
         return tokens * values * self.weights.dtype.itemsize
 
 
@@ -192,7 +192,7 @@ class Generation:
 def tiny(config: DecoderConfig) -> DecoderConfig:
     """Shrink the architecture to tiny dimensions."""
     size, heads = 64, 2
-    attention = config.layer(0).mixer
+    attention = config.layer(0).attention
     positions = attention.positions
     if positions.kind is PositionKind.ROTARY:
         positions = dataclasses.replace(positions, rotary_dim=min(positions.rotary_dim, size))

@@ -50,7 +50,7 @@ class Settings(NamedTuple):
         """An engine with so many pages on the device, whose programs are compiled."""
         context = self.tokens + 128
         config = make_config(2, 128) if self.quick else make_config(16, 1024)
-        page_bytes = sum(config.layer(layer).mixer.kv_values for layer in range(config.layers)) * PAGE * 4
+        page_bytes = sum(config.layer(layer).attention.kv_values for layer in range(config.layers)) * PAGE * 4
         options = {"max_batch": 8, "context": context, "cache_bytes": pages * page_bytes, **options}
         llm = LLM(self.model(), dtype="float32", page_size=PAGE, **options)
         llm.engine.compile_ahead()

@@ -17,10 +17,10 @@ from jaxinfer.models.config import (
     ViTConfig,
     YoloConfig,
 )
-from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layers.forward_context import Cache, ForwardContext, TokenRows
 from jaxinfer.models.layers.low_rank import LayerAdapters, LowRankStack
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.pallas_kernels import KVPages, RecurrentState
 
 if TYPE_CHECKING:
     from jaxinfer.models.text.decoder import Decoder
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.vision.yolo import Yolo
 
 __all__ = [
+    "Cache",
     "Decoder",
     "DecoderConfig",
     "Encoder",
@@ -39,6 +40,7 @@ __all__ = [
     "LayerAdapters",
     "LowRankStack",
     "ModelConfig",
+    "RecurrentState",
     "ResNet",
     "ResNetConfig",
     "TokenRows",

@@ -17,6 +17,7 @@ from jaxinfer.models.config import (
     AttentionConfig,
     ConvolutionalConfig,
     DecoderConfig,
+    DeltaRuleConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -88,7 +89,7 @@ class Fitting:
                 assert mlp is not None
                 return mlp.hidden * (2 if part == "gate_up" and mlp.gated else 1)
             case "layers", layer, "attention", part:
-                attention = config.layer(int(layer)).mixer
+                attention = config.layer(int(layer)).attention
                 kv_heads, group = attention.kv_heads, attention.group
                 heads = {"qkv": kv_heads * (group + 2), "k_norm": kv_heads}.get(part, attention.q_heads)
                 return heads * attention.head_dim
@@ -172,12 +173,18 @@ def _fit(
     takes, heads_of = dict[str, Take](), functools.cache(_fit_heads)  # kinds of layers share their arrays
 
     def fit_layer(kind: LayerConfig) -> LayerConfig:
-        mixer, _ = heads_of(kind.mixer, ways["heads"], weights)
+        mixer = kind.mixer
+        if isinstance(mixer, AttentionConfig):
+            mixer, _ = heads_of(mixer, ways["heads"], weights)
+        elif isinstance(mixer, DeltaRuleConfig):
+            _check_delta_rule(mixer, ways["heads"], weights)
         return dataclasses.replace(kind, mixer=mixer, mlp=_fit_mlp(kind.mlp, ways, weights))
 
     fitted = config.map_layers(fit_layer)
     for layer in range(config.layers):
-        _, heads = heads_of(config.layer(layer).mixer, ways["heads"], weights)
+        if not config.layer(layer).has_attention:
+            continue
+        _, heads = heads_of(config.layer(layer).attention, ways["heads"], weights)
         takes |= {f"layers.{layer}.attention.{part}": take for part, take in heads.items()}
     takes |= _fit_mlps(config, ways, weights)
     if not isinstance(config, ViTConfig) and ways["vocab"] > 1:
@@ -262,13 +269,22 @@ def _fit_heads(attention: AttentionConfig, ways: int, weights: WeightFormat) -> 
         [*(_row(q, attention) for q in queries[head]), *(k if k < 0 else k * width + width - i for i in (2, 1))]
         for head, k in enumerate(keys)
     ]
+    by_query = _features(queries.reshape(-1), attention.head_dim)
     return fitted, {
         "qkv": _features(np.array(rows).reshape(-1), attention.head_dim),
-        "out": _features(queries.reshape(-1), attention.head_dim),
-        "gate": _features(queries.reshape(-1), attention.head_dim),
-        "q_norm": _features(queries.reshape(-1), attention.head_dim),
+        "gate": by_query,
+        "out": by_query,
+        "q_norm": by_query,
         "k_norm": _features(keys, attention.head_dim),
     }
+
+
+def _check_delta_rule(mixer: DeltaRuleConfig, ways: int, weights: WeightFormat) -> None:
+    """Raise ValueError unless the key heads divide, with whole groups of int4: none is padded."""
+    if mixer.key_heads % ways:
+        raise ValueError(f"the {mixer.key_heads} key heads of a delta rule do not divide over {ways} devices.")
+    if not _fits(mixer.outputs, mixer.outputs, ways, weights):
+        raise ValueError(_never_fits("delta_rule.out", mixer.outputs))
 
 
 def _row(query: int, attention: AttentionConfig) -> int:

@@ -8,14 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
-from jaxinfer.models.config import AttentionConfig, DecoderConfig, ModelConfig
+from jaxinfer.models.config import AttentionConfig, DecoderConfig, DeltaRuleConfig, Mixer, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
+from jaxinfer.pallas_kernels import RecurrentState
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
+STATE_AXES = (("batch", None, "heads", None), ("batch", "heads", None, None))
+"""The logical axes of the arrays in `RecurrentState`."""
 MAX_BYTES = 16 << 20
 """The room for all descriptions on disk together."""
 
@@ -60,10 +64,37 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
         return Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
 
     return {
-        f"{name}.{layer}": pages(config.layer(layer).mixer)
+        f"{name}.{layer}": pages(config.layer(layer).attention)
         for layer in range(config.layers)
+        if config.layer(layer).has_attention
         for name in ("keys", "values")
     }
+
+
+def state_leaves(config: ModelConfig, weights: WeightFormat, requests: int) -> dict[str, Leaf]:
+    """List the recurrent states of so many requests, as leaves; most models have none."""
+    if not isinstance(config, DecoderConfig):
+        return {}
+    leaves = dict[str, Leaf]()
+    for layer in config.state_layers:
+        shapes = recurrent_shapes(config.layer(layer).mixer, requests, weights.dtype)
+        for (name, x), axes in zip(shapes._asdict().items(), STATE_AXES, strict=True):
+            leaves[f"{name}.{layer}"] = Leaf(x.shape, x.dtype.name, axes)
+    return leaves
+
+
+def recurrent_shapes(mixer: Mixer, slots: int, dtype: np.dtype) -> RecurrentState:
+    """The shapes of a layer's states in so many slots. dtype: of the layer's inputs."""
+    assert isinstance(mixer, DeltaRuleConfig)
+    return RecurrentState.shapes(
+        slots,
+        conv=mixer.conv,
+        key_heads=mixer.key_heads,
+        value_heads=mixer.value_heads,
+        key_dim=mixer.key_dim,
+        value_dim=mixer.value_dim,
+        dtype=dtype,
+    )
 
 
 def leaves_of_part(

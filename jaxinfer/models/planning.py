@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from jaxinfer.checkpoints import Leaf
-from jaxinfer.models.config import BlockKind, DecoderConfig
+from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, DeltaRuleConfig, LayerConfig, Mixer
 from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
@@ -29,7 +30,7 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
         name=name,
         hidden=config.embed,
         vocab=config.vocab,
-        heads=math.gcd(*(kind.mixer.q_heads for kind in config.pattern)),
+        heads=math.gcd(*map(_heads, config.pattern)),
         tied=config.tied,
         layers=layers,
         whole_params=_params(leaf for leaf in outer if not _is_split(leaf)),
@@ -37,19 +38,35 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
     )
 
 
+def _heads(kind: LayerConfig) -> int:
+    """The heads that devices divide."""
+    mixer = kind.mixer
+    return mixer.key_heads if isinstance(mixer, DeltaRuleConfig) else kind.attention.q_heads
+
+
+def _mixer(embed: int, mixer: Mixer) -> dict[str, Any]:
+    """The fields of `LayerShape` that the mixer decides."""
+    if isinstance(mixer, DeltaRuleConfig):
+        return {"kv_values": 0, "kv_heads": mixer.key_heads, "pair_flops": 0, "state_values": mixer.state_values}
+    assert isinstance(mixer, AttentionConfig)
+    return {
+        "kv_params": 2 * mixer.kv_heads * mixer.head_dim * embed,
+        "kv_values": mixer.kv_values,
+        "kv_heads": mixer.kv_heads,
+        "pair_flops": 4 * mixer.q_heads * mixer.head_dim,
+        "window": mixer.window,
+    }
+
+
 def _layer(config: DecoderConfig, layer: int, count: int) -> LayerShape:
-    attention, mlp = config.layer(layer).mixer, config.layer(layer).mlp
-    leaves = leaves_of_part(config, WeightFormat(), layer).values()
+    kind, leaves = config.layer(layer), leaves_of_part(config, WeightFormat(), layer).values()
+    mlp = kind.mlp
     shape = LayerShape(
         count=count,
         params=_params(leaf for leaf in leaves if _is_split(leaf)),
-        kv_params=2 * attention.kv_heads * attention.head_dim * config.embed,
         whole_params=_params(leaf for leaf in leaves if not _is_split(leaf)),
-        kv_values=attention.kv_values,
-        kv_heads=attention.kv_heads,
-        pair_flops=4 * attention.q_heads * attention.head_dim,
-        window=attention.window,
-        sums=1 if config.layer(layer).block in PARALLEL else 2,
+        sums=1 if kind.block in PARALLEL else 2,
+        **_mixer(config.embed, kind.mixer),
     )
     if mlp.moe is None:
         return shape

@@ -39,7 +39,7 @@ def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16
     graphdef, state = nnx.split(abstract_model(config, weights))
     leaves, treedef = jax.tree.flatten(state)
     pages = CONTEXT // page_size
-    page = (page_size, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
+    page = (page_size, config.layer(0).attention.kv_heads, config.layer(0).attention.head_dim)
     cache = jax.ShapeDtypeStruct((batch * pages, *page), weights.dtype)
     one = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
@@ -55,7 +55,7 @@ def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16
 
 def cache_bytes(batch=1):
     """Bytes of one layer's keys, or of its values."""
-    attention = preset("gpt-j-6b").layer(0).mixer
+    attention = preset("gpt-j-6b").layer(0).attention
     return batch * CONTEXT * attention.kv_heads * attention.head_dim * 2
 
 

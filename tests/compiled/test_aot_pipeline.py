@@ -74,8 +74,8 @@ def cache_bytes(positions):
         positions
         * 2
         * (2 * CONTEXT)
-        * (LM.layer(0).mixer.kv_heads // 4)
-        * LM.layer(0).mixer.head_dim
+        * (LM.layer(0).attention.kv_heads // 4)
+        * LM.layer(0).attention.head_dim
         * BF16.dtype.itemsize
     )
 

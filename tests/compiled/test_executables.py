@@ -272,7 +272,7 @@ def test_every_program_of_ours_can_be_kept(model_dir):
 def _encoder():
     names = [field.name for field in dataclasses.fields(EncoderConfig) if hasattr(CONFIG, field.name)]
     options = {name: getattr(CONFIG, name) for name in names}
-    attention = dataclasses.replace(CONFIG.layer(0).mixer, positions=NO_POSITIONS)
+    attention = dataclasses.replace(CONFIG.layer(0).attention, positions=NO_POSITIONS)
     kind = {"attention": attention, "mlp": CONFIG.layer(0).mlp, "learned_positions": LearnedPositions()}
     return EncoderConfig(**options | kind)
 

@@ -29,7 +29,7 @@ def script():
 @pytest.fixture(scope="module")
 def config(script):
     cfg = script.CONFIG
-    positions = dataclasses.replace(cfg.layer(0).mixer.positions, rotary_dim=8)
+    positions = dataclasses.replace(cfg.layer(0).attention.positions, rotary_dim=8)
     small = cfg.with_attention(q_heads=4, kv_heads=2, head_dim=8, positions=positions).with_mlp(hidden=48)
     return dataclasses.replace(small, vocab=300, embed=32, layers=1)
 

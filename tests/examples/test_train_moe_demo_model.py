@@ -13,7 +13,7 @@ from examples import train_moe_demo_model as script
 from jaxinfer.checkpoints import read_manifest
 from jaxinfer.models.files.loading import load_model
 
-_POSITIONS = dataclasses.replace(script.CONFIG.layer(0).mixer.positions, rotary_dim=8)
+_POSITIONS = dataclasses.replace(script.CONFIG.layer(0).attention.positions, rotary_dim=8)
 _NARROW = script.CONFIG.with_attention(q_heads=4, kv_heads=2, head_dim=8, positions=_POSITIONS).with_mlp(hidden=16)
 CONFIG = dataclasses.replace(_NARROW, vocab=300, embed=32, layers=1)
 EVERY_CHOICE = 4.0

@@ -93,7 +93,7 @@ def whole_of(name):
 def save_adapters(folder):
     """Adapters of layers of both stages; of matrices whose outputs or inputs a mesh splits."""
     rng = np.random.default_rng(0)
-    width, heads = CONFIG.embed, CONFIG.layer(0).mixer.q_heads * CONFIG.layer(0).mixer.head_dim
+    width, heads = CONFIG.embed, CONFIG.layer(0).attention.q_heads * CONFIG.layer(0).attention.head_dim
     hidden = CONFIG.layer(0).mlp.hidden
     shapes = {
         "a": {"layers.0.self_attn.q_proj": (heads, width), "layers.0.self_attn.v_proj": (heads // 2, width)},

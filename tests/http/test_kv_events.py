@@ -269,7 +269,7 @@ def test_events_as_maps(llm, tmp_path):
 
 @pytest.mark.slow
 def test_blocks_of_an_adapter_have_its_name(model_dir, tmp_path):
-    shape = CONFIG.layer(0).mixer.q_heads * CONFIG.layer(0).mixer.head_dim, CONFIG.embed
+    shape = CONFIG.layer(0).attention.q_heads * CONFIG.layer(0).attention.head_dim, CONFIG.embed
     pair = random_pair(*shape, 3, np.random.default_rng(0))
     folder = save_adapter(tmp_path / "capitals", {"model.layers.0.self_attn.q_proj": pair})
     with few_programs(), contextlib.closing(AsyncLLM(model_dir, adapters={"capitals": folder}, **PLAIN)) as llm:

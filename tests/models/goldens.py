@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer.checkpoints.manifest import part_of
 from jaxinfer.models import (
+    Cache,
     Decoder,
     DecoderConfig,
     Encoder,
@@ -22,9 +23,11 @@ from jaxinfer.models import (
     WeightFormat,
 )
 from jaxinfer.models.abstract import leaf_name
+from jaxinfer.models.config import AttentionConfig, Mixer
 from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.files.gguf_config import ARCHITECTURES
 from jaxinfer.models.layers.forward_context import ForwardContext
+from jaxinfer.models.leaves import recurrent_shapes
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
@@ -46,7 +49,14 @@ ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)
 DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
 EXPERTS = [name for name in DECODERS if config_of(name).moe_layers]
 
-IN_STAGES = [name for name in DECODERS if len({kind.mixer.scale for kind in config_of(name).pattern}) == 1]
+WITH_STATES = [name for name in DECODERS if config_of(name).state_layers]
+"""Decoders that have layers with recurrent states."""
+
+IN_STAGES = [
+    name
+    for name in DECODERS
+    if len({kind.attention.scale for kind in config_of(name).pattern if kind.has_attention}) == 1
+]
 """Decoders with layers that compute the same with other weights, which stages need."""
 
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
@@ -55,10 +65,10 @@ FEATURES = {
     "streamed": NAMES,
     "on a mesh": NAMES,
     "in stages": IN_STAGES,
-    "speculation": DECODERS,
+    "speculation": [name for name in DECODERS if name not in WITH_STATES],
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
-    "LoRA": DECODERS,
+    "LoRA": [name for name in DECODERS if name not in WITH_STATES],
     "GGUF": [name for name in NAMES if read_config(name)["model_type"] in _GGUF],
 }
 """The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""
@@ -166,7 +176,8 @@ def forward(graph, state, tokens, positions, caches=None, page_table=None):
 
 def forward_by_layers(graph, state, tokens, positions, caches=None, page_table=None):
     """Logits [B, T, V] and the caches, from a program for each kind of layer: layers that are alike share theirs."""
-    model, rows = nnx.merge(graph, state), TokenRows(tokens, positions, page_table)
+    model, slot = nnx.merge(graph, state), np.arange(len(tokens), dtype=np.int32)
+    rows = TokenRows(tokens, positions, page_table, slot=slot)
     x, new_caches = _enter(graph, state, rows), []
     for layer, cache in zip(model.layers, caches or [None] * len(model.layers), strict=True):
         layer_graph, layer_state = nnx.split(layer)
@@ -222,18 +233,22 @@ def program(function, *arguments) -> tuple[str, list]:
     return str(traced.jaxpr), [np.asarray(constant).tolist() for constant in traced.consts]
 
 
-def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
-    """Caches filled with noise, and a page table with its pages in random order."""
+def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[Cache], np.ndarray]:
+    """Caches filled with noise, of slots as many as rows, and a page table with its pages in random order."""
     pages_per_row = -(-tokens // PAGE_SIZE)
     count = batch * pages_per_row + 1
     rng = np.random.default_rng(0)
     table = rng.permutation(count)[: batch * pages_per_row].reshape(batch, pages_per_row).astype(np.int32)
-    shape = (count, PAGE_SIZE, config.layer(0).mixer.kv_heads, config.layer(0).mixer.head_dim)
-    caches = [
-        KVPages(*(jax.device_put(rng.normal(size=shape).astype(np.float32)) for _ in "kv"))
-        for _ in range(config.layers)
-    ]
-    return caches, table
+
+    def shapes(mixer: Mixer) -> Cache:
+        if isinstance(mixer, AttentionConfig):
+            return KVPages.shapes(count, PAGE_SIZE, mixer.kv_heads, mixer.head_dim, np.dtype(np.float32))
+        return recurrent_shapes(mixer, batch, np.dtype(np.float32))
+
+    def noise(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(rng.normal(size=x.shape).astype(np.float32))
+
+    return jax.tree.map(noise, [shapes(config.layer(layer).mixer) for layer in range(config.layers)]), table
 
 
 def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from jaxinfer.models.presets import preset
 
 LLAMA = preset("llama-213m")
 LAYER = LLAMA.layer(0)
-ROTARY = LAYER.mixer.positions
+ROTARY = LAYER.attention.positions
 TEMPERATURE = QueryTemperature(beta=0.1, original_context=16)
 ROUTER = RouterConfig(experts=8, experts_per_token=3)
 EXPERTS = dataclasses.replace(LAYER.mlp, moe=MoeConfig(router=ROUTER))
@@ -45,7 +45,7 @@ def change(part, **values):
 
 def encoder(**changes):
     """Makes an encoder with attention and MLP of a decoder."""
-    attention = dataclasses.replace(LAYER.mixer, **{"positions": NO_POSITIONS} | changes.pop("attention", {}))
+    attention = dataclasses.replace(LAYER.attention, **{"positions": NO_POSITIONS} | changes.pop("attention", {}))
     sizes = {"vocab": 8, "embed": 8, "layers": 1, "context": 8, "learned_positions": LearnedPositions()}
     fields = sizes | {"mlp": LAYER.mlp, "norm": LLAMA.norm, "attention": attention} | changes
     return lambda: EncoderConfig(**fields)
@@ -58,14 +58,17 @@ def encoder(**changes):
         (change(LLAMA, layers=-1), r"DecoderConfig\.layers must be >= 1, got -1"),
         (change(LLAMA, layers=10**9), "DecoderConfig has 1000000000 layers; models of at most 4096"),
         (change(RESNET, depths=(10**9, 1)), "ResNetConfig has 1000000001 layers"),
-        (change(LAYER.mixer, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
-        (change(LAYER.mixer, window=0), r"AttentionConfig\.window must be None or >= 1, got 0"),
-        (change(LAYER.mixer, qk_norm_after_rope=True), "qk_norm_after_rope needs qk_norm=True and qk_norm_scope=head"),
-        (change(LAYER.mixer, query_temperature=TEMPERATURE, qk_norm=True), "is not implemented with qk_norm=True"),
+        (change(LAYER.attention, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
+        (change(LAYER.attention, window=0), r"AttentionConfig\.window must be None or >= 1, got 0"),
+        (
+            change(LAYER.attention, qk_norm_after_rope=True),
+            "qk_norm_after_rope needs qk_norm=True and qk_norm_scope=head",
+        ),
+        (change(LAYER.attention, query_temperature=TEMPERATURE, qk_norm=True), "is not implemented with qk_norm=True"),
         (change(TEMPERATURE, original_context=0), r"QueryTemperature\.original_context must be >= 1, got 0"),
         (change(LAYER.mlp, activation=Activation.XIELU), "activation=xielu is not implemented in gated MLPs"),
         (change(ROTARY, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
-        (change(LAYER.mixer, positions=dataclasses.replace(ROTARY, rotary_dim=66)), "larger than head_dim=64"),
+        (change(LAYER.attention, positions=dataclasses.replace(ROTARY, rotary_dim=66)), "larger than head_dim=64"),
         (change(LLAMA, pattern=()), r"DecoderConfig\.pattern must hold at least one kind of layer"),
         (change(LAYER.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
         (change(LLAMA, word_embed=0), r"DecoderConfig\.word_embed must be >= 1, got 0"),
@@ -114,7 +117,7 @@ def test_an_unknown_kind_of_router_in_a_model_directory_is_refused(tmp_path):
 def test_kinds_cycle_over_layers():
     config = dataclasses.replace(LLAMA, layers=6).with_windows((None, 7)).with_mlps((LAYER.mlp, LAYER.mlp, EXPERTS))
     assert len(config.pattern) == 6
-    assert [config.layer(i).mixer.window for i in range(6)] == [None, 7] * 3
+    assert [config.layer(i).attention.window for i in range(6)] == [None, 7] * 3
     assert config.moe_layers == (2, 5)
     assert config.layer_kinds == (0, 1, 2, 1, 0, 5)
     assert config.with_windows((7,)).layer_kinds == (0, 0, 2, 0, 0, 2)
@@ -137,8 +140,8 @@ def test_scores_are_divided_by_the_root_of_the_width_unless_a_scale_is_given():
 def test_gpt2_may_scale_scores_by_the_layer():
     fields = {"vocab_size": 8, "n_embd": 16, "n_layer": 3, "n_head": 4, "scale_attn_by_inverse_layer_idx": True}
     config, unscaled = (gpt2.FAMILY.config(fields | more) for more in ({}, {"scale_attn_weights": False}))
-    assert [config.layer(i).mixer.score_scale for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
-    assert [unscaled.layer(i).mixer.score_scale for i in range(3)] == [1.0, 1 / 2, 1 / 3]
+    assert [config.layer(i).attention.score_scale for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
+    assert [unscaled.layer(i).attention.score_scale for i in range(3)] == [1.0, 1 / 2, 1 / 3]
 
 
 @pytest.mark.parametrize(

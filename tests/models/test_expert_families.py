@@ -26,7 +26,7 @@ def mlp_of(name: str, layer: int = -1):
 
 
 def windows_of(name: str) -> tuple[int | None, ...]:
-    return tuple(kind.mixer.window for kind in goldens.config_of(name).pattern)
+    return tuple(kind.attention.window for kind in goldens.config_of(name).pattern)
 
 
 def test_fields_of_every_family():
@@ -185,4 +185,5 @@ def test_a_converted_checkpoint_gives_the_golden_s_logits(name, tmp_path):
     convert(goldens.DIRECTORY / name, tmp_path / name)
     golden, model = goldens.load(name), load_model(tmp_path / name)
     logits, _ = goldens.forward_by_layers(model.graphdef, model.state, golden.tokens, golden.positions)
-    np.testing.assert_allclose(np.asarray(logits)[golden.positions >= 0], golden.expected, atol=1e-4, rtol=0)
+    atol = 1e-3 if name in goldens.WITH_STATES else 1e-4  # as in test_parity.py
+    np.testing.assert_allclose(np.asarray(logits)[golden.positions >= 0], golden.expected, atol=atol, rtol=0)

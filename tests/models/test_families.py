@@ -271,12 +271,12 @@ def test_longrope_depends_on_the_engine_s_context():
 def test_layers_have_positions_of_their_own():
     config = config_of("smollm3_plain")
     rotary, none = config.positions
-    assert [kind.mixer.positions for kind in config.pattern] == [rotary, rotary, rotary, none]
+    assert [kind.attention.positions for kind in config.pattern] == [rotary, rotary, rotary, none]
     assert (rotary.kind, none.kind) == (PositionKind.ROTARY, PositionKind.NONE)
     assert config.layer_kinds == (0, 0, 0, 3, 0)
     local, full = config_of("gemma3_text_awkward").positions
     assert (local.theta, full.theta) == (10_000.0, 1_000_000.0)
-    assert config_of("olmo3_window").layer(0).mixer.positions.scaling is None
+    assert config_of("olmo3_window").layer(0).attention.positions.scaling is None
 
 
 @pytest.mark.parametrize(
@@ -298,15 +298,15 @@ def test_layers_have_positions_of_their_own():
     ],
 )
 def test_windows(name, windows):
-    assert [kind.mixer.window for kind in config_of(name).pattern] == windows
+    assert [kind.attention.window for kind in config_of(name).pattern] == windows
 
 
 def test_in_exaone_only_layers_with_a_window_have_positions():
     config = config_of("exaone4_awkward")
-    assert [kind.mixer.positions.kind for kind in config.pattern] == ["none", "rotary"]
+    assert [kind.attention.positions.kind for kind in config.pattern] == ["none", "rotary"]
     assert [positions.kind for positions in config_of("exaone4_plain").positions] == ["rotary"]
     default = config_of("exaone4_awkward", layer_types=None, num_hidden_layers=5)
-    assert [default.layer(i).mixer.window for i in range(5)] == [3, 3, 3, None, 3]
+    assert [default.layer(i).attention.window for i in range(5)] == [3, 3, 3, None, 3]
 
 
 def test_a_text_s_positions_are_not_divided_into_axes():
@@ -341,7 +341,7 @@ def test_ministral_3_may_be_the_text_part_of_a_model_that_sees():
     alone, whole = hf_config("ministral3_plain"), {"model_type": "mistral3", "tie_word_embeddings": False}
     config = family_of(whole).config(whole | {"text_config": alone})
     assert config == config_of("ministral3_plain")
-    temperature = config.layer(0).mixer.query_temperature
+    temperature = config.layer(0).attention.query_temperature
     assert (temperature.beta, temperature.original_context) == (0.3, 16)
 
 
@@ -353,7 +353,7 @@ def test_gelu_means_its_tanh_approximation_in_gemma():
 def test_a_number_of_rotated_features_may_stand_for_their_share():
     config = config_of("minimax_m2_awkward")
     assert config == config_of("minimax_m2_awkward", partial_rotary_factor=None, rotary_dim=4)
-    assert config.layer(0).mixer.positions.rotary_dim == 4
+    assert config.layer(0).attention.positions.rotary_dim == 4
 
 
 def test_neox_without_parallel_residual_is_sequential():

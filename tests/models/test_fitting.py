@@ -40,7 +40,7 @@ def with_heads(q_heads, kv_heads, **changes):
     ],
 )
 def test_heads(heads, tensor, expected):
-    attention = fitted(with_heads(*heads), tensor).config.layer(0).mixer
+    attention = fitted(with_heads(*heads), tensor).config.layer(0).attention
     assert (attention.q_heads, attention.kv_heads) == expected
 
 
@@ -48,7 +48,7 @@ def test_heads(heads, tensor, expected):
 def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor):
     config = with_heads(kv_heads * group, kv_heads)
     fitting = fitted(config, tensor)
-    new, old = fitting.config.layer(0).mixer, config.layer(0).mixer
+    new, old = fitting.config.layer(0).attention, config.layer(0).attention
     assert new.kv_heads % tensor == 0
     width, new_width = old.group + 2, new.group + 2
     # Number every row of qkv by its head, and follow each query head to its key and value.
@@ -134,7 +134,7 @@ def test_int4_groups_stay_whole():
     config = CONFIG.with_attention(q_heads=6, kv_heads=6, head_dim=64).with_mlp(hidden=384)
     fitting = fitted(config, 2, weights=INT4, stored="int4")
     assert fitting.config.layer(0).mlp.hidden == 512  # two groups on each device
-    assert fitting.config.layer(0).mixer.q_heads == 8
+    assert fitting.config.layer(0).attention.q_heads == 8
     words, scales = Leaf((32, 96), "uint16", ("embed", "mlp")), Leaf((3, 32), "bfloat16", ("mlp", "embed"))
     assert fitting.of_leaf("layers.0.mlp.down.weight", words)[0] is None
     assert list(fitting.of_leaf("layers.0.mlp.down.weight", words)[1]) == [*range(96)] + [-1] * 32
@@ -148,7 +148,7 @@ def test_int4_groups_that_heads_would_share_are_refused():
         match=r"tensor=4: layers\.0\.attention\.out: int4 has one scale .* nearest .* 3 ways",
     ):
         fitted(config, 4, weights=INT4, stored="int4")
-    assert fitted(config, 4, weights=INT4).config.layer(0).mixer.kv_heads == 4  # quantised after fitting
+    assert fitted(config, 4, weights=INT4).config.layer(0).attention.kv_heads == 4  # quantised after fitting
 
 
 def test_a_quantised_matrix_keeps_its_format():
@@ -162,7 +162,7 @@ def test_heads_that_lack_a_whole_group_for_int4():
     config = CONFIG.with_attention(q_heads=9, kv_heads=3, head_dim=64)
     with pytest.raises(ValueError, match=r"attention.out is int8 for want of whole groups .* nearest .* 3 ways"):
         fitted(config, 4, weights=INT4)
-    assert fitted(config, 3, weights=INT4).config.layer(0).mixer.q_heads == 9
+    assert fitted(config, 3, weights=INT4).config.layer(0).attention.q_heads == 9
     with pytest.raises(ValueError, match=r"mlp.down is int8 for want .* nearest that works is 127 ways"):
         fitted(CONFIG.with_mlp(hidden=100), 128, weights=INT4, rules=ShardingRules(heads=None, kv_heads=None))
 

@@ -359,8 +359,8 @@ def test_options(saved, original, tmp_path):
 def test_each_device_asks_for_its_own_part_alone(model_dir, asked, tensor):
     """Together the parts of a leaf that is split are read once, without what it is padded with."""
     model = load_model(model_dir, mesh=MeshConfig(tensor=tensor))
-    attention = model.config.layer(0).mixer
-    copies = attention.kv_heads // model.description.config.layer(0).mixer.kv_heads
+    attention = model.config.layer(0).attention
+    copies = attention.kv_heads // model.description.config.layer(0).attention.kv_heads
     assert copies == tensor // 2
     stored = checkpoints.read_manifest(model_dir).leaves
     read_bytes = 0

@@ -9,14 +9,16 @@ from tests.models import goldens
 def way_of_attending(name):
     """What differs in how a decoder reads its cache: positions, windows, caps, norms, and which heads share."""
     config = goldens.config_of(name)
-    attention = config.layer(0).mixer
+    kinds = [kind.attention for kind in config.pattern if kind.has_attention]
+    attention = kinds[0]
     return (
+        bool(config.state_layers),
         config.learned_positions is not None,
         attention.positions.kind,
-        frozenset(kind.mixer.window is not None for kind in config.pattern),
+        frozenset(kind.window is not None for kind in kinds),
         attention.softcap is not None,
         attention.qk_norm and attention.qk_norm_scope,
-        len({kind.mixer.scale for kind in config.pattern}) > 1,
+        len({kind.scale for kind in kinds}) > 1,
         attention.group > 1,
     )
 
@@ -47,8 +49,11 @@ def decoder(name, *, cached, **options):
 WITHOUT_CACHE = [decoder(name, cached=False) for name in goldens.DECODERS]
 
 
-def close(actual, expected):
-    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
+def close(actual, expected, name=""):
+    """The same numbers. Where a delta rule's output is small, the norm after it makes its rounding errors large."""
+    states = name in goldens.WITH_STATES
+    np.testing.assert_allclose(actual, expected, atol=1e-3 if states else 1e-4, rtol=0)
+    assert not states or np.median(np.abs(actual - expected)) < 1e-5
 
 
 @pytest.mark.parametrize("name", goldens.NAMES)
@@ -62,20 +67,20 @@ def test_every_leaf_has_the_model_s_shape(name):
 def test_decoder_without_cache(name):
     golden = goldens.load(name)
     logits, _ = goldens.forward_by_layers(*goldens.build(golden), golden.tokens, golden.positions)
-    close(np.asarray(logits)[golden.positions >= 0], golden.expected)
+    close(np.asarray(logits)[golden.positions >= 0], golden.expected, name)
 
 
 @pytest.mark.parametrize("name", [decoder(name, cached=True) for name in goldens.DECODERS])
 def test_decoder_through_paged_cache(name):
     golden = goldens.load(name)
-    close(goldens.through_cache(golden, goldens.build(golden), chunk=1), golden.expected)
+    close(goldens.through_cache(golden, goldens.build(golden), chunk=1), golden.expected, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CACHED.values())
 def test_decoder_in_chunks_through_paged_cache(name):
     golden = goldens.load(name)
-    close(goldens.through_cache(golden, goldens.build(golden), chunk=7), golden.expected)
+    close(goldens.through_cache(golden, goldens.build(golden), chunk=7), golden.expected, name)
 
 
 @pytest.mark.parametrize("name", goldens.ENCODERS)

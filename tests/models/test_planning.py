@@ -7,7 +7,7 @@ import pytest
 from jaxinfer.models import config as c
 from jaxinfer.models.planning import shape_of
 from jaxinfer.models.presets import parameter_count
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, HYBRID
 
 ROUTER = c.RouterConfig(experts=4, experts_per_token=2)
 MIXTURE = dataclasses.replace(CONFIG.layer(0).mlp, moe=c.MoeConfig(router=ROUTER, shared_hidden=16))
@@ -29,3 +29,12 @@ def test_kinds_of_layers_are_counted():
     mixture = next(layer for layer in shape.layers if layer.experts)
     assert (mixture.experts, mixture.chosen) == (4, 2)
     assert shape.params == pytest.approx(parameter_count(config), rel=0.05)
+
+
+def test_a_layer_with_a_recurrent_state_has_no_keys_and_values():
+    shape, delta = shape_of("tiny", HYBRID), HYBRID.layer(0).mixer
+    assert [(layer.count, layer.kv_values, layer.state_values) for layer in shape.layers] == [
+        (2, 0, delta.state_values),
+        (1, HYBRID.layer(1).attention.kv_values, 0),
+    ]
+    assert shape.params == pytest.approx(parameter_count(HYBRID), rel=0.05)

@@ -107,7 +107,9 @@ def test_each_layer_is_in_one_place_among_layers_of_its_kind(kinds, count):
     for position in range(positions):
         assert any(stages.there(position))
         for layer in stages.at(position):
-            assert layer is None or config.layer(layer).mixer.window == stages.config.layer(position).mixer.window
+            assert (
+                layer is None or config.layer(layer).attention.window == stages.config.layer(position).attention.window
+            )
     if len(set(kinds)) == 1:
         assert positions == -(-len(kinds) // count)
     if count == 2:

@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxinfer import hub
 from jaxinfer.checkpoints import read_file, read_manifest
 from jaxinfer.models import DecoderConfig, VisionConfig, ViTConfig
-from jaxinfer.models.config import MlpConfig, TransformerConfig
+from jaxinfer.models.config import AttentionConfig, DeltaRuleConfig, Mixer, MlpConfig, TransformerConfig
 from jaxinfer.models.files.conversion import source_of
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.tokenizer_files import TOKENIZER, token_texts
@@ -109,14 +109,20 @@ def _transformer_rows(config: TransformerConfig) -> list[tuple[str, object]]:
 
 
 def _layer_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object]]:
-    mixers = (config.layer(layer).mixer for layer in range(config.layers))
-    heads = Counter(f"{mixer.q_heads} of {mixer.head_dim}, {mixer.kv_heads} KV" for mixer in mixers)
+    heads = Counter(_heads(config.layer(layer).mixer) for layer in range(config.layers))
     return [
         ("layers", config.layers),
         ("width", config.embed),
         ("heads", "; ".join(size if n == config.layers else f"{size}, {n} layers" for size, n in heads.items())),
         *_mlp_rows(config),
     ]
+
+
+def _heads(mixer: Mixer) -> str:
+    if isinstance(mixer, DeltaRuleConfig):
+        return f"{mixer.value_heads} of {mixer.value_dim}, {mixer.key_heads} keys of {mixer.key_dim} (delta rule)"
+    assert isinstance(mixer, AttentionConfig)
+    return f"{mixer.q_heads} of {mixer.head_dim}, {mixer.kv_heads} KV"
 
 
 def _mlp_rows(config: TransformerConfig | ViTConfig) -> list[tuple[str, object]]:

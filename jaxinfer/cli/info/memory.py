@@ -9,7 +9,7 @@ from jaxinfer.models import WeightFormat
 from jaxinfer.models.devices import bytes_per_device
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.fitting import fit
-from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+from jaxinfer.models.leaves import cache_leaves, canonical_leaves, state_leaves
 from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.serving.budget import Budget, Reservation
 from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -30,13 +30,14 @@ class DeviceMemory:
     weights: int
     cache: int
     token: float
+    states: int
     what: str
     stages: Stages | None
 
     def table(self, owner: str) -> Table:
         """Make the table of a device on which the model is alone."""
         budget, reservation = Budget(f"each device, {self.what}", None), Reservation(owner)
-        tenants = device_tenants(weights=self.weights, cache=self.cache)
+        tenants = device_tenants(weights=self.weights, cache=self.cache, states=self.states)
         reservation.resize({(budget, tenant): size for tenant, size in tenants.items()})
         return budget.table()
 
@@ -62,7 +63,8 @@ def memory_of(
         fitted, leaves = stages.config, {name: there.leaf for name, there in stages.leaves(weights).items()}
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)
     cache = bytes_per_device(cached, mesh, rules)
+    states = bytes_per_device(state_leaves(fitted, weights, layout.data * (max_batch + 1)), mesh, rules)
     batch = f", batch {max_batch} of {context} tokens" if cache else ""
     token = cache * (layout.size // layout.data) / (max_batch * context) if cache else 0
     what = f"{weights.quantized or weights.dtype}{batch}"
-    return DeviceMemory(bytes_per_device(leaves, mesh, rules), cache, token, what, stages)
+    return DeviceMemory(bytes_per_device(leaves, mesh, rules), cache, token, states, what, stages)

@@ -16,7 +16,7 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import zeros
 from jaxinfer.generation.execution.programs.slice_pages import PutPages, TakePages, slice_sizes
 from jaxinfer.generation.execution.slices import SlicePages
-from jaxinfer.models import KVPages
+from jaxinfer.models import Cache, KVPages
 from jaxinfer.sizes import round_up
 from jaxinfer.streaming.config import LayerRange
 
@@ -24,11 +24,11 @@ from jaxinfer.streaming.config import LayerRange
 class LayerCaches(Protocol):
     """The caches of all layers, in a pass."""
 
-    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[KVPages]:
+    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[Cache]:
         """The caches that a program takes for these layers. pages: those of its rows; None: all are there."""
         ...
 
-    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[KVPages]) -> Any:
+    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[Cache]) -> Any:
         """Take caches that a program has written to; returns arrays that are there when the layers have run."""
         ...
 
@@ -44,17 +44,17 @@ class ResidentCaches:
       caches: one for each layer, which are replaced.
     """
 
-    def __init__(self, caches: list[KVPages]):
+    def __init__(self, caches: list[Cache]):
         self._caches = caches
 
-    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[KVPages]:
+    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[Cache]:
         """The caches of these layers."""
         return self._caches[layers.layers]
 
-    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[KVPages]) -> Any:
+    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[Cache]) -> Any:
         """Keep the caches; of these layers, the first is there when all have run."""
         self._caches[layers.layers] = caches
-        return caches[0].k
+        return caches[0][0]
 
     def finish(self) -> int:
         """Do nothing, since nothing moves; returns 0."""
@@ -117,7 +117,7 @@ class OffloadedCaches:
         self._layers: list[_HostPages] = []
         self._written: _Written | None = None
         # One is filled while the program that takes the other may run.
-        self._blocks = [_HostPages(layout.slice_pages, layout.caches[0]) for _ in range(2)]
+        self._blocks = [_HostPages(layout.slice_pages, layout.layer_pages(0, layout.slice_pages)) for _ in range(2)]
         self._moved = 0
 
     def restart(self) -> None:
@@ -126,7 +126,7 @@ class OffloadedCaches:
         for array in jax.tree.leaves(self._cache):
             array.delete()
         layout = self._layout
-        self._layers = [_HostPages(layout.num_pages, shapes) for shapes in layout.caches]
+        self._layers = [_HostPages(layout.num_pages, x) for x in layout.caches if isinstance(x, KVPages)]
         self._cache = self._empty()
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -136,7 +136,7 @@ class OffloadedCaches:
             for rows in layer.rows:
                 rows[target[known]] = rows[source[known]]
 
-    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[KVPages]:
+    def take(self, layers: LayerRange, pages: SlicePages | None) -> list[Cache]:
         """Bring a slice's pages of a layer to the devices; returns the cache that its program takes."""
         assert pages is not None
         written = self._written
@@ -151,10 +151,12 @@ class OffloadedCaches:
         given = jax.tree.map(lambda x: x[:count], block.arrays)
         return [self._programs.run(PutPages(count=count), self._cache, given)]
 
-    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[KVPages]) -> Any:
+    def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[Cache]) -> Any:
         """Have what a slice has written come to the host; returns that, on the devices."""
         assert pages is not None
-        (self._cache,) = caches
+        (cache,) = caches
+        assert isinstance(cache, KVPages)
+        self._cache = cache
         places = np.zeros(round_up(len(pages.written), self._sizes), np.int32)
         places[: len(pages.written)] = pages.written
         content: KVPages = self._programs.run(TakePages(count=len(places)), self._cache, places)

@@ -15,16 +15,17 @@ from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.spec import shapes_of
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, group_by_page
+from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, pages_by_shape
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.bitmasks import bitmask_words
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
-from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
+from jaxinfer.models import Cache, DecoderConfig, KVPages, LayerAdapters, LowRankStack, RecurrentState, WeightFormat
+from jaxinfer.models.config import Mixer
 from jaxinfer.models.devices import fetch_sharding_on, placed_leaf, sharding_on
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.fitting import Fitting
-from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
+from jaxinfer.models.leaves import STATE_AXES, canonical_leaves, leaves_of_part, recurrent_shapes
 from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
@@ -79,6 +80,19 @@ class DecoderStatic:
         return function
 
 
+def _check_states(config: DecoderConfig, engine: EngineConfig) -> None:
+    """Raise ValueError for options that are not implemented for models with recurrent states."""
+    if not config.state_layers:
+        return
+    options = {"prefix_caching": False, "num_speculative_tokens": 0, "max_adapters": 0}
+    for name, value in options.items():
+        if (given := getattr(engine, name)) != value:
+            raise ValueError(
+                f"{name}={given} is not implemented for models with recurrent states, such as that of layer "
+                f"{config.state_layers[0]}: use {name}={value}."
+            )
+
+
 class DeviceLayout:
     """The device side of one decoder, in shapes.
 
@@ -128,6 +142,7 @@ class DeviceLayout:
         fitting: Fitting | None = None,
         family: str = "",
     ):
+        _check_states(config, engine)
         self.weights, self.engine, self.num_pages, self.slice_pages = weights, engine, num_pages, slice_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
         self.stages = stages_on(config, mesh, self._rules)
@@ -137,11 +152,11 @@ class DeviceLayout:
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
         self.leaves: Sequence[jax.Array | jax.ShapeDtypeStruct] = self._shapes() if leaves is None else list(leaves)
-        self.caches = [self.layer_pages(layer, slice_pages or num_pages) for layer in range(self.config.layers)]
-        if slice_pages and len(groups := group_by_page(self.caches)) > 1:
+        self.caches = [self._cache(layer, slice_pages or num_pages) for layer in range(self.config.layers)]
+        if slice_pages and (config.state_layers or len(pages_by_shape(self.caches)) > 1):
             raise ValueError(
-                f"kv_offload is not implemented for layers of different KV heads or head sizes, such as {groups[0][0]} "
-                f"and {groups[1][0]}: leave it out."
+                "kv_offload is not implemented for layers of different KV heads or head sizes, or with recurrent "
+                "states: leave it out."
             )
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
@@ -251,13 +266,13 @@ class DeviceLayout:
 
     def block(self, count: int) -> PageBlock:
         """The shapes of a block with `count` pages of each lane."""
-        caches = self.caches
+        groups = [list(group.values()) for group in pages_by_shape(self.caches)]
 
         def stack(field: str, *names: str) -> tuple[Any, ...]:
             shapes = [
                 jax.ShapeDtypeStruct((self.lanes * count, len(layers), 2, *x.shape[1:]), x.dtype)
-                for layers in group_by_page(caches)
-                if (x := getattr(caches[layers[0]], field)) is not None
+                for layers in groups
+                if (x := getattr(layers[0], field)) is not None
             ]
             return tuple(self.stack_stages(shape, "pages", None, None, *names) for shape in shapes)
 
@@ -276,9 +291,14 @@ class DeviceLayout:
         """The places of the block that a program returns, as `state_shardings`."""
         return self.shardings_of(self.block(count))
 
+    def _cache(self, layer: int, pages: int) -> Cache:
+        """The shapes of a layer's cache, with so many pages of each lane."""
+        kind = self.config.layer(layer)
+        return self.layer_pages(layer, pages) if kind.has_attention else self._recurrent(kind.mixer)
+
     def layer_pages(self, layer: int, count: int) -> KVPages:
         """The shapes of so many pages of each lane, of one layer."""
-        kv_dtype, attention = self.engine.kv_dtype, self.config.layer(layer).mixer
+        kv_dtype, attention = self.engine.kv_dtype, self.config.layer(layer).attention
         dtype = self.weights.dtype if kv_dtype is None else np.dtype(kv_dtype)
         sizes = self.lanes * count, self.engine.page_size, attention.kv_heads, attention.head_dim
 
@@ -291,6 +311,11 @@ class DeviceLayout:
     def _state(self) -> DeviceState:
         slots = jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1))
         return DeviceState([] if self.slice_pages else self.caches, slots)
+
+    def _recurrent(self, mixer: Mixer) -> RecurrentState:
+        """The shapes of the states of a layer in all slots."""
+        shapes = recurrent_shapes(mixer, self.lanes * (self.engine.max_batch + 1), self.weights.dtype)
+        return RecurrentState(*(self.stack_stages(x, *axes) for x, axes in zip(shapes, STATE_AXES, strict=True)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
         original = self._fitting.original

@@ -19,6 +19,7 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.plan import MOVES
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import pass_programs, whole_programs
+from jaxinfer.models import RecurrentState
 from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
@@ -118,20 +119,20 @@ def plan_memory(
     """
     shared, tenants = shares_memory(model.platform), weight_tenants(model, placement)
     weights, limits = sum(tenants.values()), limits or MemoryConfig()
-    device_memory = limits.device_memory
     layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, cache = part_bytes(layout.adapters), CacheSizes.from_layout(layout, config, limits)
+    states = state_bytes(layout)
     host_pages, on_host = _pages_on_host(layout, config, limits, cache)
     tiers, buffers = on_host and not cache.offloaded, buffer_bytes(placement)
     moving = 2 * MOVES[-1] * cache.page if tiers and not shared else 0
     available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
     available -= sum(on_host.values()) // len(devices_of(model.mesh)) if shared else 0
-    if device_memory is not None:
-        available = min(available, device_memory - weights)
-    available -= buffers + moving
+    if limits.device_memory is not None:
+        available = min(available, limits.device_memory - weights)
+    available -= buffers + moving + states
     buckets = buckets_of(config, model.platform, streamed=placement is not None)
     max_chunks = None
-    if cache_bytes is None and is_ample(model, device_memory, available, cache.full * cache.page + adapters):
+    if cache_bytes is None and is_ample(model, limits.device_memory, available, cache.full * cache.page + adapters):
         workspace = None
     elif placement is not None:
         room = int(available * FRACTION) - adapters - cache.least * cache.page
@@ -148,13 +149,13 @@ def plan_memory(
             f"{exact_bytes(max(room, 0))}.{memory_report(model.mesh)}"
         )
     pages = cache.pages_in(cache_limit, bounded=shared, exact=cache_bytes is not None)
-    moved = {"cache": pages * cache.page, "moving": moving}
-    tenants |= device_tenants(buffers=buffers, adapters=adapters, workspace=workspace or 0, **moved)
+    caches = {"cache": pages * cache.page, "states": states, "moving": moving}
+    tenants |= device_tenants(buffers=buffers, adapters=adapters, workspace=workspace or 0, **caches)
     return MemoryPlan(
         weights=weights + adapters,
         available=available,
         workspace=workspace,
-        page_bytes=part_bytes(layout.caches) // layout.num_pages,
+        page_bytes=(part_bytes(layout.caches) - states) // layout.num_pages,
         num_pages=cache.offloaded or pages,
         host_pages=host_pages,
         slice_pages=pages if cache.offloaded else 0,
@@ -182,7 +183,8 @@ class CacheSizes(NamedTuple):
     @classmethod
     def from_layout(cls, layout: DeviceLayout, config: EngineConfig, limits: MemoryConfig) -> Self:
         """The sizes for an engine, from its layout with any number of pages."""
-        size, each = part_bytes(layout.caches) // layout.num_pages, config.pages_per_sequence
+        size = (part_bytes(layout.caches) - state_bytes(layout)) // layout.num_pages
+        each = config.pages_per_sequence
         full = config.max_batch * each
         if limits.kv_offload is None:
             return cls(size, 1, full, 0)
@@ -296,6 +298,7 @@ def device_tenants(
     buffers: int = 0,
     adapters: int = 0,
     cache: int = 0,
+    states: int = 0,
     moving: int = 0,
     workspace: int = 0,
 ) -> dict[str, int]:
@@ -308,6 +311,7 @@ def device_tenants(
       buffers: space for layers that come while others compute.
       adapters: LoRA adapters.
       cache: keys and values.
+      states: recurrent states, of all slots.
       moving: pages of the cache on their way to the host or from it.
       workspace: bytes that the largest program needs while it runs.
     """
@@ -318,6 +322,7 @@ def device_tenants(
         "layers on their way": buffers,
         "adapters": adapters,
         "KV pages": cache,
+        "recurrent states": states,
         MOVING: moving,
         "programs' workspace": workspace,
     }
@@ -389,6 +394,11 @@ def workspace_bytes(
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=executable_store())
     programs.compile_ahead(buckets.largest)
     return max(program.memory.workspace_bytes for program in programs)
+
+
+def state_bytes(layout: DeviceLayout) -> int:
+    """The bytes of each device for the recurrent states of all slots."""
+    return part_bytes([cache for cache in layout.caches if isinstance(cache, RecurrentState)])
 
 
 def part_bytes(tree: Any) -> int:

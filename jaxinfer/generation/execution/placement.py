@@ -23,6 +23,7 @@ from jaxinfer.generation.execution.memory import (
     needed_bytes,
     part_bytes,
     slice_workspace,
+    state_bytes,
     workspace_bytes,
 )
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
@@ -67,7 +68,7 @@ class DeviceBytes:
       expert: bytes of the largest expert, as it is read from disk; 0 without experts.
       experts: the number of experts of all layers.
       least_experts: how many must be there at a time: twice those of a token.
-      adapters: bytes of LoRA adapters.
+      adapters: bytes of LoRA adapters and recurrent states.
       cache_sizes: the sizes of the cache; None for an encoder, which has none.
     """
 
@@ -88,7 +89,7 @@ class DeviceBytes:
         if self._has_cache:
             assert isinstance(config, EngineConfig)
             self._config = config
-            self.adapters = part_bytes(self._streamed_layout.adapters)
+            self.adapters = part_bytes(self._streamed_layout.adapters) + state_bytes(self._streamed_layout)
             self.cache_sizes = CacheSizes.from_layout(self._streamed_layout, config, memory)
 
     @property

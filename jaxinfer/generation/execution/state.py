@@ -11,7 +11,7 @@ from jax import lax
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS
 from jaxinfer.generation.sampling.arrays import SamplingArrays
-from jaxinfer.models import KVPages, TokenRows
+from jaxinfer.models import Cache, KVPages, TokenRows
 
 
 class Slots(NamedTuple):
@@ -53,17 +53,18 @@ class Progress(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """State that stays on the device between steps: one KVPages per layer, and the slots."""
+    """State that stays on the device between steps: the cache of each layer, and the slots."""
 
-    caches: list[KVPages]
+    caches: list[Cache]
     slots: Slots
 
 
-def group_by_page(caches: Sequence[KVPages]) -> list[list[int]]:
-    """Group layers whose pages have the same shape: their indices, in order."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+def pages_by_shape(caches: Sequence[Cache]) -> list[dict[int, KVPages]]:
+    """Group the pages of all layers by their shape: each group by layer, in order. Other layers are left out."""
+    groups: dict[tuple[int, ...], dict[int, KVPages]] = {}
     for layer, cache in enumerate(caches):
-        groups.setdefault(cache.k.shape[1:], []).append(layer)
+        if isinstance(cache, KVPages):
+            groups.setdefault(cache.k.shape[1:], {})[layer] = cache
     return list(groups.values())
 
 
@@ -97,7 +98,7 @@ def options_of(slots: Slots, slot: jax.Array) -> SamplingArrays:
 def last_tokens(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array) -> TokenRows:
     """The token of each row that is not in the cache yet. position, adapter: int32 [B]."""
     ids = history[rows.slot, jnp.maximum(position, 0)]
-    return TokenRows(ids[:, None], position[:, None], rows.page_table, adapter)
+    return TokenRows(ids[:, None], position[:, None], rows.page_table, adapter, rows.slot)
 
 
 @jax.named_scope("append")

@@ -159,7 +159,7 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
 def _shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the linears of one layer that can be adapted."""
     embed, kind = config.embed, config.layer(layer)
-    attention, mlp = kind.mixer, kind.mlp
+    attention, mlp = kind.attention, kind.mlp
     shapes = {
         "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
         "attention.out": (embed, attention.q_heads * attention.head_dim),

@@ -10,8 +10,10 @@ from jaxinfer.models.config.attention import AttentionConfig, QKNormScope, Query
 from jaxinfer.models.config.checks import MAX_EXPERTS, MAX_LAYERS
 from jaxinfer.models.config.convolutional import STRIDES, ResNetConfig, YoloConfig
 from jaxinfer.models.config.decoder import DecoderConfig
+from jaxinfer.models.config.delta_rule import DeltaRuleConfig
 from jaxinfer.models.config.encoder import DenseActivation, DenseConfig, EncoderConfig
 from jaxinfer.models.config.layers import BlockKind, LayerConfig
+from jaxinfer.models.config.mixer import Mixer
 from jaxinfer.models.config.mlp import (
     Activation,
     GroupScore,
@@ -56,6 +58,7 @@ __all__ = [
     "BlockKind",
     "ConvolutionalConfig",
     "DecoderConfig",
+    "DeltaRuleConfig",
     "DenseActivation",
     "DenseConfig",
     "EncoderConfig",
@@ -63,6 +66,7 @@ __all__ = [
     "ImagePooling",
     "LayerConfig",
     "LearnedPositions",
+    "Mixer",
     "MlpConfig",
     "ModelConfig",
     "MoeConfig",

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfer.models.config.checks import require_positive
+from jaxinfer.models.config.mixer import Mixer
 from jaxinfer.models.config.positions import NO_POSITIONS, PositionsConfig, alibi_slopes
 
 
@@ -27,7 +28,7 @@ class QueryTemperature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Mixer):
     """Sizes and options of attention, grouped-query throughout."""
 
     q_heads: int
@@ -43,7 +44,7 @@ class AttentionConfig:
     qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
     qk_norm_after_rope: bool = False  # normalise them after it (Hunyuan)
     qk_norm_scope: QKNormScope = QKNormScope.HEAD
-    output_gate: bool = False  # multiply each feature of the heads by sigmoid(x G), with a matrix G (AFMoE)
+    output_gate: bool = False  # multiply each feature of the heads by sigmoid(x G), with a matrix G (AFMoE, Qwen3.5)
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
     real_kv_heads: int | None = None  # those from here on are padding; None: none is
     real_q_heads: int | None = None  # how many are no padding; None: all

@@ -44,7 +44,7 @@ class DecoderConfig(TextModelConfig):
             raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
 
     def _check_kind(self, kind: LayerConfig) -> None:
-        scope = kind.mixer.qk_norm_scope
+        scope = kind.attention.qk_norm_scope if kind.has_attention else QKNormScope.HEAD
         if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
             raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
         if self.residual_scale != 1.0 and kind.block is not BlockKind.SEQUENTIAL:
@@ -92,7 +92,12 @@ class DecoderConfig(TextModelConfig):
     @property
     def positions(self) -> tuple[PositionsConfig, ...]:
         """The positions that the attention of layers goes by, each once."""
-        return tuple(dict.fromkeys(kind.mixer.positions for kind in self.pattern))
+        return tuple(dict.fromkeys(kind.positions for kind in self.pattern))
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that have a recurrent state, in place of keys and values."""
+        return tuple(layer for layer in range(self.layers) if not self.layer(layer).has_attention)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -101,7 +106,12 @@ class DecoderConfig(TextModelConfig):
 
     def for_context(self, context: int) -> Self:
         """The config in an engine whose requests have at most so many tokens; weights and caches are as here."""
-        return self.map_layers(lambda kind: dataclasses.replace(kind, mixer=kind.mixer.for_context(context)))
+
+        def change(kind: LayerConfig) -> LayerConfig:
+            has = kind.has_attention
+            return dataclasses.replace(kind, mixer=kind.attention.for_context(context)) if has else kind
+
+        return self.map_layers(change)
 
     @property
     def output_width(self) -> int:

@@ -8,9 +8,10 @@ from typing import ClassVar, Self
 
 from jaxinfer.models.config.attention import AttentionConfig
 from jaxinfer.models.config.checks import require_layers, require_positive
+from jaxinfer.models.config.mixer import Mixer
 from jaxinfer.models.config.mlp import MlpConfig
 from jaxinfer.models.config.norm import NormConfig
-from jaxinfer.models.config.positions import PositionKind
+from jaxinfer.models.config.positions import NO_POSITIONS, PositionKind, PositionsConfig
 
 
 class BlockKind(enum.StrEnum):
@@ -24,8 +25,7 @@ class BlockKind(enum.StrEnum):
     POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT, OPT-350m)
 
 
-Mixer = AttentionConfig
-"""The part of a layer in which tokens see one another. Other kinds than attention join this type as a union."""
+_PARALLEL = (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,31 @@ class LayerConfig:
     block: BlockKind = BlockKind.SEQUENTIAL
 
     def __post_init__(self) -> None:
-        if self.mlp.moe is not None and self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+        if not isinstance(self.mixer, AttentionConfig) and self.block in _PARALLEL:
+            raise ValueError(f"LayerConfig.block={self.block} is not implemented without attention; use sequential.")
+        if self.mlp.moe is not None and self.block in _PARALLEL:
             raise ValueError(f"LayerConfig.block={self.block} is not implemented with experts; use sequential.")
 
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that has attention."""
+        assert isinstance(self.mixer, AttentionConfig), "a layer without attention"
+        return self.mixer
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the mixer is attention, which has keys and values in pages."""
+        return isinstance(self.mixer, AttentionConfig)
+
+    @property
+    def positions(self) -> PositionsConfig:
+        """The positions that attention goes by."""
+        return self.mixer.positions if isinstance(self.mixer, AttentionConfig) else NO_POSITIONS
+
     def with_attention(self, **changes: object) -> Self:
-        """Copy this kind, with some fields of its attention changed."""
+        """Copy this kind, with some fields of its attention changed; one without attention stays."""
+        if not isinstance(self.mixer, AttentionConfig):
+            return self
         return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **changes))
 
     def with_mlp(self, **changes: object) -> Self:
@@ -104,7 +124,7 @@ class UniformConfig(LayersConfig):
 
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> Self:
         kind = change(self.layer(0))
-        return dataclasses.replace(self, attention=kind.mixer, mlp=kind.mlp)
+        return dataclasses.replace(self, attention=kind.attention, mlp=kind.mlp)
 
 
 def cycle[T](values: Sequence[T]) -> tuple[T, ...]:

@@ -36,7 +36,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     if fields.flag("mup_enabled", default=False):
         config = dataclasses.replace(config, embed_scale=config.embed**0.5)
     default = fields.every_nth_full(config.layers, "global_attn_every_n_layers", default=4)
-    rotary = config.layer(0).mixer.positions
+    rotary = config.layer(0).attention.positions
     config = config.with_windows(fields.windows(fields.optional(int, "sliding_window"), default))
     positions = [rotary if kind == SLIDING else NO_POSITIONS for kind in fields.layer_types(default)]
     routing = {
@@ -51,7 +51,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     sources = experts.sources(config, _NAMES)
     for i in range(config.layers):
-        layer, attention = f"layers.{i}", config.layer(i).mixer
+        layer, attention = f"layers.{i}", config.layer(i).attention
         for ours, theirs in _NORMS.items():
             sources |= norm(f"{layer}.{ours}", f"{layer}.{theirs}", config.embed)
         gates, module = attention.q_heads * attention.head_dim, f"{layer}.self_attn.gate_proj"

@@ -56,7 +56,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
-        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
+        attention, hidden = config.layer(i).attention, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value

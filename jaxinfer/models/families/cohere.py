@@ -34,7 +34,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     """The tensors of Command R and Command R7B."""
     sources = llama.sources(config, rotates_pairs=True) | constant("final_norm.bias", 0.0, config.embed)
     for i in range(config.layers):
-        layer, attention = f"layers.{i}", config.layer(i).mixer
+        layer, attention = f"layers.{i}", config.layer(i).attention
         sources |= constant(f"{layer}.attention_norm.bias", 0.0, config.embed)
         if attention.qk_norm:
             for name, heads in (("q_norm", attention.q_heads), ("k_norm", attention.kv_heads)):
@@ -44,7 +44,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
 
 def _head_norms(leaf: str, name: str, heads: int, config: DecoderConfig) -> dict[str, Source]:
     """The norm of each head by weights of its own, whose features go where those of the heads go."""
-    size, dim = config.layer(0).mixer.head_dim, llama.rotary_dim(config)
+    size, dim = config.layer(0).attention.head_dim, llama.rotary_dim(config)
 
     def combine(weight: np.ndarray) -> np.ndarray:
         return pairs_to_halves(weight.reshape(-1), size, dim)

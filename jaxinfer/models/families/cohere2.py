@@ -14,7 +14,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     default = fields.every_nth_full(config.layers, "sliding_window_pattern", default=4)
     windows = fields.windows(fields.optional(int, "sliding_window"), default)
     # As transformers: only layers with a window rotate.
-    rotary = config.layer(0).mixer.positions
+    rotary = config.layer(0).attention.positions
     positions = [NO_POSITIONS if window is None else rotary for window in windows]
     return config.with_windows(windows).with_positions(positions)
 

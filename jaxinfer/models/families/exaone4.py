@@ -20,7 +20,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
     default = [FULL] * config.layers
     if not fields.optional(list, "layer_types"):  # else the pattern may be a text, which transformers does not read
         default = fields.every_nth_full(config.layers, "sliding_window_pattern", default=4)
-    rotary = config.layer(0).mixer.positions
+    rotary = config.layer(0).attention.positions
     positions = [rotary if kind == SLIDING else NO_POSITIONS for kind in fields.layer_types(default)]
     return config.with_windows(fields.windows(window, default)).with_positions(positions)
 

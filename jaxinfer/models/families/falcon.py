@@ -89,7 +89,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs, kind = f"layers.{i}", f"h.{i}", config.layer(i)
-        attention, mlp = kind.mixer, kind.mlp
+        attention, mlp = kind.attention, kind.mlp
         for leaf, name in zip(("attention_norm", "mlp_norm"), _NORMS[kind.block], strict=False):
             sources |= norm(f"{ours}.{leaf}", f"{theirs}.{name}", embed, bias=True)
         rows, dense = (sum(qkv_rows(attention)),), f"{theirs}.self_attention.dense"

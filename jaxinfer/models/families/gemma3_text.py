@@ -45,7 +45,7 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     sources = gemma2.sources(config)
     for i in range(config.layers):
-        layer, size = f"layers.{i}", config.layer(i).mixer.head_dim
+        layer, size = f"layers.{i}", config.layer(i).attention.head_dim
         for name in ("q_norm", "k_norm"):
             sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, combine=gemma2.one_plus)
     return sources

@@ -27,7 +27,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     config, fields = _uniform_config(hf), Fields(hf)
     if not fields.flag("scale_attn_by_inverse_layer_idx", default=False):
         return config
-    scale = config.layer(0).mixer.score_scale
+    scale = config.layer(0).attention.score_scale
     scales = [scale / (layer + 1) for layer in range(config.layers)]
     return config.vary(lambda kind, scale: kind.with_attention(scale=scale), scales)
 
@@ -74,7 +74,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
-        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
+        attention, hidden = config.layer(i).attention, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(

@@ -59,7 +59,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= table("head.weight", "embed_out.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
-        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
+        attention, hidden = config.layer(i).attention, config.layer(i).mlp.hidden
         sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value

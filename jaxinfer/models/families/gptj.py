@@ -67,7 +67,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     )
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
-        attention, hidden = config.layer(i).mixer, config.layer(i).mlp.hidden
+        attention, hidden = config.layer(i).attention, config.layer(i).mlp.hidden
         joined = by_kv_head_from_pairs(attention, attention.positions.rotary_dim)
         q, k, v, out = (f"{theirs}.attn.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (

@@ -78,33 +78,28 @@ def sources(config: DecoderConfig, *, rotates_pairs: bool = False) -> dict[str, 
         sources |= linear("head", ("lm_head",), (config.vocab,), embed, bias=config.head_bias)
     for i in range(config.layers):
         layer, kind = f"layers.{i}", config.layer(i)
-        attention = kind.mixer
-        join = by_kv_head_from_pairs(attention, rotary_dim(config)) if rotates_pairs else by_kv_head(attention)
-        q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
-        sources |= (
-            norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
-            | linear(
-                f"{layer}.attention.qkv",
-                (q, k, v),
-                qkv_rows(attention),
-                embed,
-                bias=attention.qkv_bias,
-                combine=join,
-            )
-            | linear(
-                f"{layer}.attention.out",
-                (f"{layer}.self_attn.o_proj",),
-                (embed,),
-                attention.q_heads * attention.head_dim,
-                bias=attention.out_bias,
-            )
-            | _mlp(f"{layer}.mlp", kind.mlp, embed)
-        )
+        sources |= norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
+        sources |= _mlp(f"{layer}.mlp", kind.mlp, embed)
         if kind.block is not BlockKind.PARALLEL:
             sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
-        if attention.qk_norm:
-            for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
-                sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
+        if kind.has_attention:
+            pairs = rotary_dim(config) if rotates_pairs else None
+            sources |= _attention(kind.attention, layer, embed, pairs=pairs, shifted=shifted)
+    return sources
+
+
+def _attention(
+    attention: AttentionConfig, layer: str, embed: int, *, pairs: int | None, shifted: bool
+) -> dict[str, Source]:
+    """The tensors of a layer's attention. pairs: rotated features that lie in pairs; None: they lie in halves."""
+    join = by_kv_head(attention) if pairs is None else by_kv_head_from_pairs(attention, pairs)
+    q, k, v, o = (f"{layer}.self_attn.{part}_proj" for part in "qkvo")
+    rows, bias = qkv_rows(attention), attention.qkv_bias
+    sources = linear(f"{layer}.attention.qkv", (q, k, v), rows, embed, bias=bias, combine=join)
+    sources |= linear(f"{layer}.attention.out", (o,), (embed,), rows[0], bias=attention.out_bias)
+    if attention.qk_norm:
+        for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
+            sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
     return sources
 
 

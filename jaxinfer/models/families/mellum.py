@@ -23,7 +23,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     bias = fields.flag("attention_bias", default=False)
     full = [FULL] * base.layers
     positions = fields.rotary_by_layer_type(
-        base.layer(0).mixer.head_dim, full_theta=500_000.0, sliding_theta=10_000.0, sliding_names=()
+        base.layer(0).attention.head_dim, full_theta=500_000.0, sliding_theta=10_000.0, sliding_names=()
     )
     config = (
         base.with_attention(qkv_bias=bias, out_bias=bias, qk_norm=True)

@@ -13,7 +13,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     config = olmo2.base_config({**hf, "rope_parameters": None, "rope_scaling": None})
     theta = fields.number("rope_theta", default=500_000.0)
     positions = fields.rotary_by_layer_type(
-        config.layer(0).mixer.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
+        config.layer(0).attention.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
     )
     default = fields.every_nth_full(config.layers, default=4)
     config = config.with_positions([positions[kind] for kind in fields.layer_types(default)])

@@ -73,7 +73,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     if not config.tied:
         sources |= table("head.weight", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
-        layer, attention, mlp = f"layers.{i}", config.layer(i).mixer, config.layer(i).mlp
+        layer, attention, mlp = f"layers.{i}", config.layer(i).attention, config.layer(i).mlp
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (
             _norm(config, f"{layer}.attention_norm", f"{layer}.self_attn_layer_norm")

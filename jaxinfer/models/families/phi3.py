@@ -21,7 +21,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
     for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):  # Phi-4-mini has these fields
         fields.expect(bias, False)
-    scaling = config.layer(0).mixer.positions.scaling
+    scaling = config.layer(0).attention.positions.scaling
     if scaling is not None and scaling.kind != "longrope":
         refuse(f"config.json: rope_type={scaling.kind!r} is not implemented in phi3, only 'longrope'.")
     return config.with_attention(window=fields.optional(int, "sliding_window"))
@@ -40,7 +40,7 @@ def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     sources = llama.sources(config) | fused_gate_up(config)
     for i in range(config.layers):
-        layer, attention = f"layers.{i}", config.layer(i).mixer
+        layer, attention = f"layers.{i}", config.layer(i).attention
         sources |= linear(
             f"{layer}.attention.qkv",
             (f"{layer}.self_attn.qkv_proj",),

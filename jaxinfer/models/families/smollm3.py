@@ -20,7 +20,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     rotary = rotary or [(i + 1) % interval for i in range(config.layers)]
     window = fields.optional(int, "sliding_window") if fields.flag("use_sliding_window", default=False) else None
     default = [FULL if has or window is None else SLIDING for has in rotary]
-    positions = config.layer(0).mixer.positions
+    positions = config.layer(0).attention.positions
     config = config.with_positions([positions if has else NO_POSITIONS for has in rotary])
     return config.with_windows(fields.windows(window, default))
 

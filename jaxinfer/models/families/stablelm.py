@@ -35,7 +35,7 @@ def _joined(*norms: np.ndarray) -> np.ndarray:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     sources = llama.sources(config)
     for i in range(config.layers):
-        attention = config.layer(i).mixer
+        attention = config.layer(i).attention
         if not attention.qk_norm:
             continue
         for part, heads in (("q", attention.q_heads), ("k", attention.kv_heads)):

@@ -11,9 +11,12 @@ import msgspec
 
 from jaxinfer.checkpoints import CheckpointError, read_file
 from jaxinfer.models.config import (
+    AttentionConfig,
     ConvolutionalConfig,
     DecoderConfig,
+    DeltaRuleConfig,
     EncoderConfig,
+    Mixer,
     ModelConfig,
     ResNetConfig,
     TransformerConfig,
@@ -141,7 +144,7 @@ class Description:
         try:
             file_fields = msgspec.json.decode(content, type=_ConfigFile)
             fields = upgraded(file_fields.kind, file_fields.config)
-            config = msgspec.convert(fields, KINDS[file_fields.kind])
+            config = msgspec.convert(fields, KINDS[file_fields.kind], dec_hook=_read_mixer)
             if unknown := sorted(_unknown_fields(fields, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
             if isinstance(config, EncoderConfig) and file_fields.sentence is None:
@@ -161,6 +164,13 @@ class Description:
             generates=file_fields.generates,
             sampling=file_fields.sampling,
         )
+
+
+def _read_mixer(expected: type, fields: object) -> Mixer:
+    """Read the config of a mixer, whose fields tell which one it is."""
+    assert expected is Mixer
+    has_state = isinstance(fields, dict) and "key_heads" in fields
+    return msgspec.convert(fields, DeltaRuleConfig if has_state else AttentionConfig)
 
 
 def kind_of(config: ModelConfig) -> Kind:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, QKNormScope
-from jaxinfer.models.layers.forward_context import ForwardContext, pack, unpack
+from jaxinfer.models.layers.forward_context import Cache, ForwardContext, pack, unpack
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import AdapterDelta
 from jaxinfer.models.layers.norm import Norm, normalize_heads
@@ -20,16 +20,16 @@ from jaxinfer.sharding.collectives import local_part, local_start, psum
 
 
 class AttentionOutput(NamedTuple):
-    """The result of attention.
+    """The result of attention, or of another mixer.
 
     Attributes:
       heads: of this device, [N, Hq * K], not projected back yet.
-      cache: with the tokens' keys and values written; None if there is none.
-      keys: of a single group without a cache, those of this device's heads, [B, T, Hkv, K].
+      cache: with the tokens' keys and values written, or their states; None if there is none.
+      keys: of attention in a single group without a cache, those of this device's heads, [B, T, Hkv, K]; else None.
     """
 
     heads: jax.Array
-    cache: KVPages | None
+    cache: Cache | None
     keys: jax.Array | None
 
 

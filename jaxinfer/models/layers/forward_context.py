@@ -14,9 +14,14 @@ import numpy as np
 from jaxinfer.models.config import PositionKind, PositionsConfig
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.rotary import rotary_table
+from jaxinfer.pallas_kernels import KVPages, RecurrentState
 
 if TYPE_CHECKING:
     from jaxinfer.pallas_kernels.moe import Routing
+
+
+Cache = KVPages | RecurrentState
+"""The memory of a layer for earlier tokens: keys and values in pages, or a state for each slot."""
 
 
 class TokenRows(NamedTuple):
@@ -29,12 +34,14 @@ class TokenRows(NamedTuple):
       page_table: int32 [B, P], the pages of each row's context in order; None without a cache. Rows may share pages
         or be chunks of one request: a layer writes all its keys and values before it reads any.
       adapter: int32 [B], the adapter slot of each row, counted from 1; 0 is none. None: no row has one.
+      slot: int32 [B], the slot of each row's request, which has its recurrent states; None without a cache.
     """
 
     ids: jax.Array
     positions: jax.Array
     page_table: jax.Array | None = None
     adapter: jax.Array | None = None
+    slot: jax.Array | None = None
 
 
 class ForwardContext(NamedTuple):

@@ -1,24 +1,47 @@
 """One layer: attention and MLP, joined to the residual stream by the formula of its block (`blocks.py`)."""
 
+from typing import Any, Protocol
+
 import jax
 from flax import nnx
 
-from jaxinfer.models.config import BlockKind, DecoderConfig, TransformerConfig, ViTConfig
-from jaxinfer.models.layers.attention import Attention
+from jaxinfer.models.config import BlockKind, DecoderConfig, DeltaRuleConfig, TransformerConfig, ViTConfig
+from jaxinfer.models.layers.attention import Attention, AttentionOutput
 from jaxinfer.models.layers.blocks import Branch, PlainOutput, Product, make_branch, parallel
-from jaxinfer.models.layers.forward_context import ForwardContext
-from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
+from jaxinfer.models.layers.delta_rule import GatedDeltaRule
+from jaxinfer.models.layers.forward_context import Cache, ForwardContext
+from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDelta, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import KVPages
+
+
+class MixerModule(Protocol):
+    """The mixer of a layer: attention, or a module in its place."""
+
+    out: Linear
+
+    def heads(
+        self,
+        x: jax.Array,
+        norm: Norm | None,
+        forward_context: ForwardContext,
+        cache: Any = None,
+        *,
+        adapter_delta: AdapterDelta | None = None,
+    ) -> AttentionOutput:
+        """Mix the tokens of norm(x), [N, D]; the output is not projected back yet."""
+        ...
 
 
 class TransformerLayer(nnx.Module):
     """One layer of a decoder, an encoder or a vision transformer.
 
     Attributes:
+      attention: attention; None in a layer with another mixer.
+      delta_rule: the gated delta rule; None in a layer with another mixer.
       mlp: an MLP, or a mixture of experts.
       attention_norm: before attention; in a post-norm or reordered block after it.
       mlp_norm: before the MLP; in a post-norm or reordered block after it. None in a parallel block of one norm.
@@ -40,7 +63,16 @@ class TransformerLayer(nnx.Module):
         self.residual_scale = cfg.residual_scale if isinstance(cfg, DecoderConfig) else 1.0
         has_post_norms = self.block is BlockKind.SANDWICH
         self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.attention = Attention(cfg.embed, kind.mixer, cfg.norm, weights, causal=causal, rngs=rngs)
+        self.attention = (
+            Attention(cfg.embed, kind.attention, cfg.norm, weights, causal=causal, rngs=rngs)
+            if kind.has_attention
+            else None
+        )
+        self.delta_rule = (
+            GatedDeltaRule(cfg.embed, kind.mixer, cfg.norm, weights, rngs=rngs)
+            if isinstance(kind.mixer, DeltaRuleConfig)
+            else None
+        )
         self.mlp_norm = None if self.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
         self.mlp = (Mlp if kind.mlp.moe is None else Moe)(cfg.embed, kind.mlp, weights, rngs=rngs)
         self.attention_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
@@ -50,21 +82,28 @@ class TransformerLayer(nnx.Module):
         self,
         x: jax.Array,
         forward_context: ForwardContext,
-        cache: KVPages | None = None,
+        cache: Cache | None = None,
         adapters: LayerAdapters | None = None,
-    ) -> tuple[jax.Array, KVPages | None]:
-        """[N, D] -> [N, D], and the cache with the tokens' keys and values written."""
+    ) -> tuple[jax.Array, Cache | None]:
+        """[N, D] -> [N, D], and the cache with the tokens' keys and values written, or their state."""
         deltas = forward_context.adapter_deltas(adapters)
-        heads, cache, _ = self.attention.heads(
+        heads, cache, _ = self.mixer.heads(
             x, self.norm_before_attention, forward_context, cache, adapter_delta=deltas.qkv
         )
         if self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
-            attention = Product(self.attention.out, heads, deltas.out)
+            attention = Product(self.mixer.out, heads, deltas.out)
             return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache
         x = self.add_attention(x, heads, deltas)
         if isinstance(self.mlp, Moe):
             return self.add_experts(x, forward_context), cache
         return self.add_mlp(x, deltas), cache
+
+    @property
+    def mixer(self) -> MixerModule:
+        """The part of the layer in which tokens see one another."""
+        mixer = self.attention if self.delta_rule is None else self.delta_rule
+        assert mixer is not None
+        return mixer
 
     @property
     def norm_before_attention(self) -> Norm | None:
@@ -90,7 +129,7 @@ class TransformerLayer(nnx.Module):
           deltas: of this layer's adapters.
         Returns: [N, D].
         """
-        return self._attention_branch.join(x, Product(self.attention.out, heads, deltas.out))
+        return self._attention_branch.join(x, Product(self.mixer.out, heads, deltas.out))
 
     @jax.named_scope("mlp")
     def add_mlp(self, x: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:

@@ -128,6 +128,7 @@ class TokenAdaptation:
             if r == 0:
                 x, _ = layer(x, context)
                 continue
+            assert layer.attention is not None
             heads, _, keys = layer.attention.heads(x, layer.norm_before_attention, context)
             assert keys is not None, "without a cache attention gives its keys"
             x = layer.add_attention(x, heads)

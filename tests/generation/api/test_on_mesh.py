@@ -118,7 +118,7 @@ def test_quantised_rows_are_as_precise_in_parts(model_dir, quantize):
 def save_random_adapter(path):
     """An adapter of matrices whose outputs or inputs a mesh splits."""
     rng = np.random.default_rng(0)
-    width, heads = CONFIG.embed, CONFIG.layer(0).mixer.q_heads * CONFIG.layer(0).mixer.head_dim
+    width, heads = CONFIG.embed, CONFIG.layer(0).attention.q_heads * CONFIG.layer(0).attention.head_dim
     pairs = {
         "model.layers.0.self_attn.q_proj": random_pair(heads, width, 3, rng),
         "model.layers.0.self_attn.v_proj": random_pair(heads // 2, width, 3, rng),
@@ -171,7 +171,7 @@ def test_an_encoder_merges_the_same_tokens(encoder_dir, tensor, rules):
         found = read_collectives(program.executable.as_text(), tensor)
         layers = split.model.config.layers
         assert [one.kind for one in found] == ["all-reduce"] * (3 * layers + 1)
-        head_dim = split.model.config.layer(0).mixer.head_dim
+        head_dim = split.model.config.layer(0).attention.head_dim
         assert [one.shape[-1] for one in found].count(head_dim) == layers
 
 

@@ -33,7 +33,7 @@ from jaxinfer.generation.execution.programs.verification import (
 )
 from jaxinfer.generation.execution.state import Rows, Slots, options_of, progress_of
 from jaxinfer.generation.sampling.logprobs import no_logprobs
-from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import Cache, DecoderConfig, LayerAdapters, TokenRows
 from jaxinfer.models.config import TransformerConfig
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
@@ -117,14 +117,14 @@ def with_parts(
 def run_layers(
     model: "Decoder",
     adapters: list[LayerAdapters] | None,
-    caches: list[KVPages],
+    caches: list[Cache],
     x: jax.Array,
     groups: tuple[TokenRows, ...],
     *,
     layers: range,
-) -> tuple[jax.Array, list[KVPages] | None]:
+) -> tuple[jax.Array, list[Cache] | None]:
     """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too."""
-    positions = [model.cfg.layer(layer).mixer.positions for layer in layers]
+    positions = [model.cfg.layer(layer).positions for layer in layers]
     forward_context = ForwardContext.from_groups(groups, positions, None if adapters is None else adapters[0])
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
@@ -222,7 +222,9 @@ def pass_options(layout: DeviceLayout, sizes: Pass) -> dict[str, Any]:
 def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
     """The shapes of a pass's activations between layers, [N, D], and of its tokens."""
     groups = tuple(
-        TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows))
+        TokenRows(
+            integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows), integers(rows)
+        )
         for rows, tokens in (
             (sizes.chunks, layout.engine.chunk_size),
             (sizes.batch, 1 + sizes.speculative),

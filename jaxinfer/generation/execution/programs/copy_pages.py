@@ -9,7 +9,7 @@ import jax
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
-from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.generation.execution.state import DeviceState, pages_by_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,10 @@ class CopyPages(Sizes):
 
 def copy_pages(state: DeviceState, source: jax.Array, target: jax.Array) -> DeviceState:
     """Copy pages, all read before any is written. source, target: int32 [R]; a target out of range is dropped."""
-    caches = jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), state.caches)
+    caches = list(state.caches)
+    for group in pages_by_shape(caches):
+        for layer, pages in group.items():
+            caches[layer] = jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), pages)
     return DeviceState(caches, state.slots)
 
 

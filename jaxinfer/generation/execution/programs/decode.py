@@ -26,7 +26,7 @@ from jaxinfer.generation.execution.programs.verification import (
 from jaxinfer.generation.execution.state import DeviceState, Rows, progress_of
 from jaxinfer.generation.sampling.logprobs import no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
-from jaxinfer.models import KVPages, LayerAdapters
+from jaxinfer.models import Cache, LayerAdapters
 from jaxinfer.sharding.collectives import any_part
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Carry(NamedTuple):
       going: bool [], whether there is another pass: of all lanes, which exchange what they compute in it.
     """
 
-    caches: list[KVPages]
+    caches: list[Cache]
     passed: PassState
     proposed: jax.Array
     accepted: jax.Array

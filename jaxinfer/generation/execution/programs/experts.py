@@ -21,7 +21,7 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.chain import activations, pass_options, passes, runs_experts, with_parts
 from jaxinfer.generation.execution.programs.passes import Pass
-from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, TokenRows, WeightFormat
+from jaxinfer.models import Cache, DecoderConfig, LayerAdapters, TokenRows, WeightFormat
 from jaxinfer.models.config import MlpConfig, MoeConfig
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
@@ -118,13 +118,13 @@ def _moe(config: DecoderConfig, layer: int) -> MoeConfig:
 def route(
     model: "Decoder",
     adapters: list[LayerAdapters] | None,
-    caches: list[KVPages],
+    caches: list[Cache],
     x: jax.Array,
     groups: tuple[TokenRows, ...],
     *,
     layer: int,
     tile: int,
-) -> tuple[jax.Array, list[KVPages | None], jax.Array, Routing, jax.Array]:
+) -> tuple[jax.Array, list[Cache | None], jax.Array, Routing, jax.Array]:
     """Run a layer as far as the choice of experts.
 
     Args:
@@ -134,12 +134,12 @@ def route(
       [R + tile, D], to write their rows to.
     """
     forward_context = ForwardContext.from_groups(
-        groups, [model.cfg.layer(layer).mixer.positions], None if adapters is None else adapters[0]
+        groups, [model.cfg.layer(layer).positions], None if adapters is None else adapters[0]
     )
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
         deltas = forward_context.adapter_deltas(None if adapters is None else adapters[0])
-        heads, cache, _ = block.attention.heads(
+        heads, cache, _ = block.mixer.heads(
             x, block.norm_before_attention, forward_context, caches[0], adapter_delta=deltas.qkv
         )
         x = block.add_attention(x, heads, deltas)

@@ -11,8 +11,8 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
-from jaxinfer.generation.execution.state import DeviceState, group_by_page
-from jaxinfer.models import KVPages
+from jaxinfer.generation.execution.state import DeviceState, pages_by_shape
+from jaxinfer.models import Cache, KVPages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,19 @@ class GatherPages(Sizes):
     count: int
 
 
-def gather_pages(caches: list[KVPages], pages: jax.Array) -> PageBlock:
+def gather_pages(caches: list[Cache], pages: jax.Array) -> PageBlock:
     """Return these pages of all layers. pages: int32 [N]; what padding copies has no meaning."""
 
-    def gather(layers: list[int], field: str) -> jax.Array:
-        parts = [getattr(caches[layer], field).at[pages].get(mode="clip") for layer in layers]
+    groups = [list(group.values()) for group in pages_by_shape(caches)]
+
+    def gather(layers: list[KVPages], field: str) -> jax.Array:
+        parts = [getattr(layer, field).at[pages].get(mode="clip") for layer in layers]
         return jnp.stack(parts, axis=1)  # [N, L, ...]
 
     def both(k: str, v: str) -> tuple[jax.Array, ...]:
-        return tuple(jnp.stack([gather(x, k), gather(x, v)], axis=2) for x in group_by_page(caches))
+        return tuple(jnp.stack([gather(group, k), gather(group, v)], axis=2) for group in groups)
 
-    return PageBlock(both("k", "v"), () if caches[0].k_scale is None else both("k_scale", "v_scale"))
+    return PageBlock(both("k", "v"), () if groups[0][0].k_scale is None else both("k_scale", "v_scale"))
 
 
 def build(static: None, sizes: GatherPages) -> Callable[..., Any]:

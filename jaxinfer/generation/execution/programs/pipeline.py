@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.generation.execution.programs.chain import run_layers
 from jaxinfer.generation.execution.state import Slots
-from jaxinfer.models import KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import Cache, LayerAdapters, TokenRows
 from jaxinfer.models.stages import Stages
 from jaxinfer.sharding.collectives import from_last
 from jaxinfer.sharding.schedules import drained_stride, ring_job, ring_ticks
@@ -70,11 +70,9 @@ class PipelineStage(NamedTuple):
         with jax.named_scope("first_stage"):
             return lax.cond(self.is_first, lambda: self.model.enter(groups)[0], lambda: x)
 
-    def run(
-        self, x: jax.Array, groups: tuple[TokenRows, ...], caches: list[KVPages]
-    ) -> tuple[jax.Array, list[KVPages]]:
+    def run(self, x: jax.Array, groups: tuple[TokenRows, ...], caches: list[Cache]) -> tuple[jax.Array, list[Cache]]:
         """Run the layers that this stage has, [N, D] -> [N, D], and return their caches with what they wrote."""
-        new_caches: list[KVPages] = []
+        new_caches: list[Cache] = []
         for position, cache in enumerate(caches):
             adapters = None if self.adapters is None else self.adapters[position : position + 1]
 

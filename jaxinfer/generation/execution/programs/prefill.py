@@ -128,7 +128,7 @@ def groups_of(
     if chunks is not None:
         positions = _positions(chunks, chunk_size)
         ids = slots.history[chunks.slot[:, None], jnp.maximum(positions, 0)]
-        groups.append(TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot]))
+        groups.append(TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot], chunks.slot))
     if rows.slot.size:
         position = progress_of(slots, rows.slot).position
         guess = Speculation.none(rows.slot.size) if guess is None else guess

@@ -51,7 +51,7 @@ from jaxinfer.generation.execution.programs.verification import (
 from jaxinfer.generation.execution.state import DeviceState, Progress, Rows, Slots, progress_of
 from jaxinfer.generation.sampling.logprobs import Logprobs, no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
-from jaxinfer.models import KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import Cache, LayerAdapters, TokenRows
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.sharding.collectives import axis_index, to_next
 
@@ -129,7 +129,7 @@ class _Decoding(NamedTuple):
     x: jax.Array
     tokens: jax.Array
     waiting: jax.Array
-    caches: list[KVPages]
+    caches: list[Cache]
     slots: Slots
     results: _Results
 
@@ -163,7 +163,7 @@ class _DecodeStep:
         tokens = self._next_tokens(self.rows, state.slots.history, position, limit)
         waiting = jnp.swapaxes(tokens.reshape(2, self.ring.micro_batches, -1, 1 + self.speculative), 0, 1)
         first, position = Tick.of_first().part(self.parts.rows), self.ring.split(position)
-        group = TokenRows(waiting[0, 0], waiting[0, 1], first.rows.page_table, first.adapter)
+        group = TokenRows(waiting[0, 0], waiting[0, 1], first.rows.page_table, first.adapter, first.rows.slot)
         return _Decoding(
             self.ring.stage.embedded((group,)),
             jnp.zeros_like(waiting[0]),
@@ -187,7 +187,7 @@ class _DecodeStep:
         waiting = carry.waiting.at[self.ring.returned(tick)].set(carry.tokens, mode="drop")
         tokens = jnp.where(stage.is_first, tick.part(waiting), carry.tokens)
         ids, positions = tokens[0], jnp.where(tick.active, tokens[1], -1)
-        group = TokenRows(ids, positions, part.rows.rows.page_table, part.rows.adapter)
+        group = TokenRows(ids, positions, part.rows.rows.page_table, part.rows.adapter, part.rows.rows.slot)
         x, caches = stage.run(stage.enter(carry.x, (group,)), (group,), carry.caches)
         position = jnp.where(tick.is_end, tokens[1, :, 0], -1)
         history, results, new = self._end_pass(tick, part, carry, position, group, x)
@@ -303,7 +303,7 @@ class _Prefilling(NamedTuple):
     """
 
     x: jax.Array
-    caches: list[KVPages]
+    caches: list[Cache]
     slots: Slots
     output: PrefillOutput
 

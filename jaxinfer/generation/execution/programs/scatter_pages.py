@@ -10,7 +10,7 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
-from jaxinfer.generation.execution.state import DeviceState, group_by_page
+from jaxinfer.generation.execution.state import DeviceState, pages_by_shape
 from jaxinfer.models import KVPages
 
 
@@ -26,11 +26,11 @@ def scatter_pages(state: DeviceState, pages: jax.Array, block: PageBlock) -> Dev
     """Put a block into pages of all layers. pages: int32 [N]; one out of range is dropped."""
 
     caches = list(state.caches)
-    for group, layers in enumerate(group_by_page(caches)):
+    for group, layers in enumerate(pages_by_shape(caches)):
         parts = [x[group] for x in block if x]  # keys and values, and perhaps their scales, [N, L, 2, ...]
-        for at, layer in enumerate(layers):
+        for at, (layer, known) in enumerate(layers.items()):
             new = [x[:, at, which] for x in parts for which in (0, 1)]  # in the order of `KVPages`
-            old = [x for x in caches[layer] if x is not None]
+            old = [x for x in known if x is not None]
             caches[layer] = KVPages(*(x.at[pages].set(y, mode="drop") for x, y in zip(old, new, strict=True)))
     return DeviceState(caches, state.slots)
 
