@@ -109,6 +109,14 @@ QWEN_2_5_SEEING = {
 }
 QWEN_2_5_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [1, 1, 1]}}
 CWM_IDS = {"bos_token_id": 0, "eos_token_id": 1}
+QWEN_DELTA = {
+    "max_position_embeddings": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "rope_parameters": QWEN_AXES["rope_parameters"] | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]},
+}
 QWEN_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {
     "moe_intermediate_size": 8,
@@ -1110,6 +1118,85 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         FUSED,
     ),
+    "qwen3_5_plain": (
+        {"text_config": LLAMA | {"num_hidden_layers": 4, "head_dim": 16} | QWEN_DELTA} | QWEN_SEEING,
+        {"class": "Qwen3_5ForConditionalGeneration", "lengths": (70, 9, 1)},
+    ),
+    "qwen3_5_awkward": (
+        {
+            "text_config": LLAMA
+            | {
+                "vocab_size": 53,
+                "num_hidden_layers": 3,
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            }
+            | QWEN_DELTA
+            | {"linear_num_value_heads": 12, "linear_conv_kernel_dim": 3},
+            "tie_word_embeddings": True,
+        }
+        | QWEN_SEEING,
+        {"class": "Qwen3_5ForConditionalGeneration", "bf16": True, "lengths": (70, 9, 1)},
+    ),
+    "qwen3_5_moe_plain": (
+        {
+            "text_config": LLAMA
+            | {"head_dim": 16, "num_hidden_layers": 4, "shared_expert_intermediate_size": 12}
+            | QWEN_EXPERTS
+            | QWEN_DELTA
+            | {"num_experts": 8}
+        }
+        | QWEN_SEEING,
+        {"class": "Qwen3_5MoeForConditionalGeneration", "lengths": (70, 9, 1)},
+    ),
+    "qwen3_5_moe_awkward": (
+        {
+            "text_config": LLAMA
+            | {
+                "vocab_size": 53,
+                "num_hidden_layers": 3,
+                "head_dim": 24,
+                "num_key_value_heads": 1,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "shared_expert_intermediate_size": 10,
+            }
+            | QWEN_EXPERTS
+            | QWEN_DELTA
+            | {"linear_num_value_heads": 12, "num_experts": 4},
+            "tie_word_embeddings": True,
+        }
+        | QWEN_SEEING,
+        {"class": "Qwen3_5MoeForConditionalGeneration", "bf16": True, "lengths": (70, 9, 1), "fused": True},
+    ),
+    "qwen3_next_plain": (
+        LLAMA
+        | {"num_hidden_layers": 4, "head_dim": 16, "shared_expert_intermediate_size": 12}
+        | QWEN_EXPERTS
+        | QWEN_DELTA
+        | {"num_experts": 8}
+        | rope("default", partial_rotary_factor=0.25),
+        {"lengths": (70, 9, 1)},
+    ),
+    "qwen3_next_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 10,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        }
+        | QWEN_EXPERTS
+        | QWEN_DELTA
+        | rope("default", partial_rotary_factor=0.25)
+        | {"linear_num_value_heads": 12, "linear_conv_kernel_dim": 3, "num_experts": 4},
+        {"bf16": True, "lengths": (70, 9, 1)},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
@@ -1121,6 +1208,8 @@ def randomise(model: torch.nn.Module) -> None:
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
             values *= 0.2
+        elif name.endswith("A_log"):
+            values -= 2  # states that remember
         elif name.endswith("bias") or adds_one:
             values *= 0.3
         else:
