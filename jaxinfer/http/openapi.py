@@ -37,24 +37,23 @@ BODIES: dict[str, type[Body]] = {
 }
 """The bodies of endpoints."""
 
-FORMS: dict[str, type[Body]] = {"/v1/experts/infer": InferOptions, "/v1/elastic/query": QueryOptions}
-"""The fields of endpoints that also take forms, besides their files."""
+FORMS: dict[str, tuple[type[Body], tuple[str, ...]]] = {
+    "/v1/experts/infer": (InferOptions, ("kind",)),
+    "/v1/elastic/query": (QueryOptions, ()),
+}
+"""The fields of endpoints that also take forms, and those of them that may come several times, besides the files."""
 
 _KEYS = {
     "key": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_FILES = {
-    "type": "object",
-    "required": ["image"],
-    "properties": {"image": {"type": "array", "items": {"type": "string", "format": "binary"}}},
-}
+_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """Describe an application by its routes."""
-    kinds = [*BODIES.values(), *FORMS.values(), Refusal, MessageError]
+    kinds = [*BODIES.values(), Refusal, MessageError]
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     known = dict(zip(kinds, references, strict=True))
     paths = defaultdict[str, dict[str, Any]](dict)
@@ -88,10 +87,19 @@ def _operation(path: str, method: str, known: dict[Any, Any]) -> dict[str, Any]:
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
     if method == "POST" and (body := BODIES.get(path)) is not None:
         content = _json(known[body])
-        if (form := FORMS.get(path)) is not None:
-            content["multipart/form-data"] = {"schema": {"allOf": [known[form], _FILES]}}
+        if path in FORMS:
+            content["multipart/form-data"] = {"schema": _form(*FORMS[path])}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _form(options: type[Body], lists: Sequence[str]) -> dict[str, Any]:
+    """The schema of a form. lists: fields that may come several times."""
+    _, schemas = msgspec.json.schema_components([options])
+    schema = schemas[options.__name__]
+    several = {name: {"type": "array", "items": {"type": "string"}} for name in lists} | {"image": _FILES}
+    required = [*schema.get("required", ()), *several]
+    return schema | {"properties": schema["properties"] | several, "required": required}
 
 
 def _json(schema: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from tests.tiny import CONFIG, TWO_WIDTHS, save_tiny
 
 THREE, FIVE = (dataclasses.replace(TWO_WIDTHS, layers=layers) for layers in (3, 5))
 """Layers of two kinds with different pages, which no number of stages divides evenly."""
+MODELS = {"whole": THREE, "bfloat16": THREE, "five layers": FIVE, "equal pages": dataclasses.replace(CONFIG, layers=3)}
+"""The models of the engines on one device that others are compared with; slices take layers with equal pages."""
 WAYS = {
     "whole": {},
     "mesh": {"mesh": MeshConfig(tensor=4)},  # two KV heads and 257 tokens are fitted
@@ -33,6 +35,7 @@ Their engines have few programs; those of `RARE_WAYS` have programs of all sizes
 RARE_WAYS = {
     "lanes of two": {"mesh": MeshConfig(data=2, tensor=2)},
     "five layers": {},
+    "equal pages": {},
     "four stages": {"mesh": MeshConfig(pipeline=4), "max_batch": 4},
     "stages of two": {"mesh": MeshConfig(pipeline=2, tensor=2)},
     "stages of four": {"mesh": MeshConfig(pipeline=2, tensor=4)},
@@ -40,7 +43,7 @@ RARE_WAYS = {
     "lanes in stages": {"mesh": MeshConfig(data=2, pipeline=2)},
     "lanes in four stages": {"mesh": MeshConfig(data=2, pipeline=4)},
     "lanes in stages of two": {"mesh": MeshConfig(data=2, pipeline=2, tensor=2)},
-    "in slices": {"weights": "disk", "num_speculative_tokens": 4, "kv_offload": "1MiB", "cache_bytes": 60_000},
+    "streamed in slices": {"weights": "disk", "num_speculative_tokens": 4, "kv_offload": "1MiB", "cache_bytes": 60_000},
     "bfloat16": {"dtype": "bfloat16"},
     "streamed in bfloat16": {"weights": "disk", "num_speculative_tokens": 4, "dtype": "bfloat16"},
 }
@@ -50,8 +53,8 @@ class Ways:
     """The engines of `WAYS` by name, each made when a test first asks for it; `folder` has their model."""
 
     def __init__(self, folder):
-        self.folder = save_tiny(folder / "three", config=THREE)
-        self._five = folder / "five"  # a model for four stages
+        self._models = folder
+        self.folder = self._model("whole")
         processors = {"even": only_even, "next": next_of_last}
         self.options = {"logits_processors": processors, "adapters": save_adapters(folder / "adapters"), **SIZES}
         self._engines, self._results = {}, {}
@@ -60,14 +63,16 @@ class Ways:
         if name not in self._engines:
             few = few_programs() if name in WAYS else contextlib.nullcontext()
             with few:
-                self._engines[name] = self.make(five=whole_of(name) == "five layers", **(WAYS | RARE_WAYS)[name])
+                self._engines[name] = self.make(whole_of(name), **(WAYS | RARE_WAYS)[name])
         return self._engines[name]
 
-    def make(self, five=False, **options):
-        """Another engine of these options, with what all ways have."""
-        if five and not self._five.exists():
-            save_tiny(self._five, config=FIVE)
-        folder, options = self._five if five else self.folder, self.options | options
+    def _model(self, name):
+        folder = self._models / name
+        return folder if folder.exists() else save_tiny(folder, config=MODELS[name])
+
+    def make(self, whole="whole", **options):
+        """Another engine of these options, with what all ways have; whole: one with its model."""
+        folder, options = self._model(whole), self.options | options
         if "weights" in options:
             return with_speculation(folder, **options)
         options = {"max_decode_passes": 4, **options}
@@ -87,6 +92,8 @@ def whole_of(name):
     """The engine on one device that a way is compared with, which has its model and its dtype."""
     if "four stages" in name or name == "five layers":
         return "five layers"
+    if name in ("streamed in slices", "equal pages"):
+        return "equal pages"
     return "bfloat16" if name.endswith("bfloat16") else "whole"
 
 

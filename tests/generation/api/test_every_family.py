@@ -174,7 +174,7 @@ def test_int8_kv(name, model):
     All are, but for tokens of a mixture whose rounded keys choose another expert: then most.
     """
     errors = logprob_errors(LLM(model, kv_dtype="int8", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)
-    assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.1
+    assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.15
 
 
 @pytest.mark.parametrize("name", ["gemma2_window"])
