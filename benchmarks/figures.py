@@ -19,9 +19,9 @@ from jaxinfer.evaluation.figures import write_figure
 from jaxinfer.evaluation.gantt import draw_schedules
 
 DOCS = ROOT / "docs"
-MACHINE, OTHER_MACHINE, THIRD_MACHINE = "amd-avx512", "intel-amx", "amd-avx2"
-"""The results that are drawn: folders of `benchmarks/results`. The second has mixtures, and peers that stream; the
-third has predictions."""
+MACHINE, OTHER_MACHINE = "amd-avx512", "intel-amx"
+"""The results that are drawn: folders of `benchmarks/results`. The second has mixtures, predictions, and peers that
+stream."""
 SCHEDULES = GanttOptions(prompt_micro_batches=8, chunks=8)
 """Those that docs/pipeline.md draws by `jaxinfer plan --gantt`."""
 
@@ -39,7 +39,7 @@ def draw(docs: Path) -> None:
     curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, OTHER_MACHINE)])
     write_figure(docs / "streaming-batch.svg", curves)
     write_figure(docs / "benchmarks" / "expert-exchange.svg", draw_exchange(read(OTHER_MACHINE, "moe")))
-    planned = draw_deepspeed(read(THIRD_MACHINE, "deepspeed_figures"))
+    planned = draw_deepspeed(read(OTHER_MACHINE, "deepspeed_figures"))
     write_figure(docs / "benchmarks" / "deepspeed-figures.svg", planned)
     write_figure(docs / "pipeline-schedules.svg", draw_schedules(SCHEDULES.schedules()))
     write_figure(docs / "pipeline-ring.svg", draw_rings(read(MACHINE, "pipeline")))

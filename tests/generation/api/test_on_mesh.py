@@ -268,9 +268,15 @@ def test_adapters_in_bfloat16(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in goldens.FEATURES["on a mesh"] if name in goldens.DECODERS])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in goldens.FEATURES["on a mesh"] if name in goldens.DECODERS and name not in goldens.WITH_STATES],
+)
 def test_every_family_in_bfloat16(name, tmp_path):
-    """Of mixtures most tokens: rounding makes a few choose other experts, on one device too, and these are far off."""
+    """On three devices, over which the key heads of delta rules do not divide.
+
+    Of mixtures most tokens: rounding makes a few choose other experts, on one device too, and these are far off.
+    """
     convert(goldens.DIRECTORY / name, tmp_path / name)
     average, count = (np.median, 16) if name in goldens.EXPERTS else (np.mean, 4)
     prompts = [np.random.default_rng(seed).integers(0, 50, 16).tolist() for seed in range(count)]
