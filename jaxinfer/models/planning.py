@@ -7,14 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer.checkpoints import Leaf
-from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, DeltaRuleConfig, LayerConfig, Mixer
+from jaxinfer.models.config import AttentionConfig, DecoderConfig, DeltaRuleConfig, LayerConfig, Mixer
 from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.planner import LayerShape, ModelShape
-
-PARALLEL = (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
-"""Blocks that one sum over the devices finishes."""
 
 
 def shape_of(name: str, config: DecoderConfig) -> ModelShape:
@@ -65,7 +62,7 @@ def _layer(config: DecoderConfig, layer: int, count: int) -> LayerShape:
         count=count,
         params=_params(leaf for leaf in leaves if _is_split(leaf)),
         whole_params=_params(leaf for leaf in leaves if not _is_split(leaf)),
-        sums=1 if kind.block in PARALLEL else 2,
+        sums=1 if kind.block.is_parallel else 2,
         **_mixer(config.embed, kind.mixer),
     )
     if mlp.moe is None:

@@ -24,8 +24,10 @@ class BlockKind(enum.StrEnum):
     REORDERED = "reordered"  # x += norm(attention(x)); x += norm(mlp(x)) (OLMo 2, arXiv:2501.00656, section 3.2)
     POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT, OPT-350m)
 
-
-_PARALLEL = (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and MLP start from the same x, so that one sum over devices finishes both."""
+        return self in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,9 @@ class LayerConfig:
     block: BlockKind = BlockKind.SEQUENTIAL
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mixer, AttentionConfig) and self.block in _PARALLEL:
+        if not isinstance(self.mixer, AttentionConfig) and self.block.is_parallel:
             raise ValueError(f"LayerConfig.block={self.block} is not implemented without attention; use sequential.")
-        if self.mlp.moe is not None and self.block in _PARALLEL:
+        if self.mlp.moe is not None and self.block.is_parallel:
             raise ValueError(f"LayerConfig.block={self.block} is not implemented with experts; use sequential.")
 
     @property

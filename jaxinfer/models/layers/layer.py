@@ -90,7 +90,7 @@ class TransformerLayer(nnx.Module):
         heads, cache, _ = self.mixer.heads(
             x, self.norm_before_attention, forward_context, cache, adapter_delta=deltas.qkv
         )
-        if self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+        if self.block.is_parallel:
             attention = Product(self.mixer.out, heads, deltas.out)
             return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache
         x = self.add_attention(x, heads, deltas)
