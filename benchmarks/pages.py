@@ -127,6 +127,16 @@ CHECKS = {
     "two_models_goodput_int8": "good requests/s in the memory of 1.3 of one, with a KV cache in int8",
     "two_models_vs_reload_int8": "the same against processes that end and start",
     "two_models_compiles_int8": "programs compiled meanwhile",
+    "resume_gain": "a preempted sequence of 2,048 tokens: time to its next token, computed again over restored",
+    "resume_tokens_equal": "its tokens are the same",
+    "host_tier_ttft_gain": "mean time to the first token in turns 2 to 5 of 16 sessions, without over with `host_kv`",
+    "host_tier_idle_overhead": "share of tokens/s that `host_kv` costs if no prompt comes again",
+    "resume_after_restart_gain": "the next turn of a session of 2,048 tokens after `kill -9`: time to its first token, "
+    "computed again over read from disk",
+    "restart_tokens_equal": "its tokens are the same",
+    "both_ends_vs_best": "copies slowed to a quarter, one and four times computing: time to the first token, the "
+    "better single way over both ends; worst of the three",
+    "sliced_batch_gain": "a model streamed from disk: tokens/s of four times the rows with `kv_offload`",
     "experts_over_http": "inputs/s of experts over HTTP against one process",
     "elastic_over_http": "inputs/s of an elastic task over HTTP against one process",
     "front_end_events_per_s": "events that a CPU second of the whole process sends, 64 streams, steps of 4 ms",
@@ -576,6 +586,48 @@ def _peer_paragraphs(result: Result) -> list[str]:
     ]
 
 
+def kv_tier_section(result: Result) -> list[str]:
+    """Write the times of every part with and without tiers, and the checks."""
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in result["rows"]:
+        rows[row["figure"]].append(row)
+    resumed = [("preempted, from host memory", row["restored_ms"], row) for row in rows["resume"]]
+    resumed += [("after `kill -9`, from disk", row["resumed_ms"], row) for row in rows["restart"]]
+    sequences = [
+        [name, _median(kept), _median(row["computed_ms"]), f"{_read_back_mb(row):,.0f}"] for name, kept, row in resumed
+    ]
+    chats = [[row["engine"], *(f"{ms:,.0f}" for ms in row["first_token_ms"])] for row in rows["chat"]]
+    ends = [[f"{row['ratio']:g}", *(_median(times) for times in row["ms"].values())] for row in rows["both_ends"]]
+    sliced = [
+        [row["engine"], str(row["rows"]), f"{row['tokens_per_second']:,.1f}", f"{row['device_bytes'] / 1e6:,.0f}"]
+        for row in rows["sliced"]
+    ]
+    return [
+        "A random Llama of 246 M parameters in float32.",
+        "Sequences of 2,048 tokens that go on: milliseconds to the next token, median and range.",
+        table(["sequence", "pages kept", "computed again", "MB read back"], sequences),
+        "16 sessions of 2,048 tokens in turn, of which the device has room for four: milliseconds to the first token, "
+        "mean of all sessions.",
+        table(["pages", *(f"turn {turn}" for turn in range(1, 6))], chats),
+        "A prompt of 1,024 tokens whose pages are copied slowly: milliseconds to its first token. The ratio is that of "
+        "copying all pages to computing them.",
+        table(["ratio", "copied", "computed", "both ends"], ends),
+        "The model streamed from disk, prompts of 32 tokens and answers of 96.",
+        table(["KV cache", "rows", "tokens/s", "MB of the device"], sliced),
+        checks_table(result),
+    ]
+
+
+def _median(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):,.0f} ({min(times):,.0f} to {max(times):,.0f})"
+
+
+def _read_back_mb(row: dict[str, Any]) -> float:
+    """MB that a sequence of `resume` or `restart` read back, in the mean."""
+    of_all = row["read_back_bytes"]
+    return statistics.mean(of_all) / 1e6 if isinstance(of_all, list) else of_all / len(row["resumed_ms"]) / 1e6
+
+
 def serving_section(result: Result) -> list[str]:
     """Write the latencies and tokens per second of every server, and the checks."""
     servers = [row for row in result["rows"] if row["figure"] == "servers" and "absent" not in row]
@@ -641,6 +693,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "pipeline": pipeline_section,
     "deepspeed_figures": planner_section,
     "planner": simulator_section,
+    "kv_tier": kv_tier_section,
     "serving": serving_section,
     "serving_models": serving_models_section,
 }
@@ -653,6 +706,7 @@ PAGES = {
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
     "planner.md": ("deepspeed_figures", "planner"),
+    "kv-tiers.md": ("kv_tier",),
     "serving.md": ("serving",),
     "serving-models.md": ("serving_models",),
 }

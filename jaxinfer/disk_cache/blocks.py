@@ -16,7 +16,7 @@ from pathlib import Path
 import crc32c
 from rich.filesize import decimal
 
-from jaxinfer.disk_cache.files import make_private, read_own, write_atomically
+from jaxinfer.disk_cache.files import make_private, read_own_into, write_atomically
 
 KEY_BYTES = 32
 PAUSE = 60.0
@@ -159,22 +159,20 @@ class BlockFolder:
             self._bytes += size
             return True
 
-    def get(self, key: bytes, *, size: int) -> memoryview | None:
-        """Read a block of so many bytes; None if it is absent, or damaged."""
-        problem = "it is damaged, or others can write to it"
+    def get_into(self, key: bytes, *parts: memoryview) -> bool:
+        """Read a block into these bytes, as many as it has; False if it is absent, or damaged."""
+        problem, checksum = "it is damaged, or others can write to it", bytearray(_CHECKSUM_BYTES)
         try:
-            data = read_own(self._file(key))
+            found = read_own_into(self._file(key), memoryview(checksum), *parts)
         except OSError as error:
-            data, problem = None, error.strerror or str(error)
-        if data is not None:
-            content = memoryview(data)[_CHECKSUM_BYTES:]
-            if len(content) == size and data[:_CHECKSUM_BYTES] == _checksum(key, content):
-                return content
+            found, problem = False, error.strerror or str(error)
+        if found and checksum == _checksum(key, *parts):
+            return True
         with self._changing:
             if key in self:
                 log.warning("%s is not used, and deleted: %s.", self._file(key), problem)
                 self._delete(key, self._sizes.pop(key))
-        return None
+        return False
 
     def clear(self) -> None:
         """Delete all blocks."""

@@ -197,13 +197,32 @@ def _verified(data: bytes | None) -> bytes | None:
 
 def read_own(file: Path) -> bytes | None:
     """Read a file, which counts as used now; None if it is not the user's alone. Raises OSError."""
+    with _own(file) as handle:
+        if handle is None:
+            return None
+        with open(handle, "rb", closefd=False) as opened:
+            return opened.read()
+
+
+def read_own_into(file: Path, *parts: memoryview) -> bool:
+    """Read a file, which counts as used now, into these bytes; raises OSError.
+
+    Returns whether it is the user's alone and has just as many.
+    """
+    size = sum(part.nbytes for part in parts)
+    with _own(file) as handle:
+        return handle is not None and os.fstat(handle).st_size == size and os.preadv(handle, parts, 0) == size
+
+
+@contextlib.contextmanager
+def _own(file: Path) -> Iterator[int | None]:
+    """Open a file, which counts as used now; None if it is not the user's alone. Raises OSError."""
     handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-            return None
-        os.utime(handle)
-        with open(handle, "rb", closefd=False) as opened:
-            return opened.read()
+        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+        if own:
+            os.utime(handle)
+        yield handle if own else None
     finally:
         os.close(handle)

@@ -100,13 +100,9 @@ class DiskPages(PageTier):
         for at, key in enumerate(keys):
             if key not in missing:
                 continue
-            if (content := self.blocks.get(key, size=self._page_bytes)) is None:
+            # Each array has a page of each stage, [S, N, ...].
+            if not self.blocks.get_into(key, *(memoryview(stage[at].reshape(-1)) for x in arrays for stage in x)):
                 return Loaded(block, at)
-            offset, data = 0, np.frombuffer(content, np.uint8)
-            for x in arrays:
-                target = x[:, at]
-                np.copyto(target, data[offset : offset + target.nbytes].reshape(target.shape))
-                offset += target.nbytes
         self._costs.record(READ_PAGE_FROM_DISK, (), time.perf_counter() - start, passes=len(missing))
         return Loaded(block, len(keys))
 

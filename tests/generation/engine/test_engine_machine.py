@@ -219,12 +219,12 @@ class BadDisk(BlockFolder):
 
     calls = itertools.count()
 
-    def get(self, key, *, size):
+    def get_into(self, key, *parts):
         number, file = next(self.calls), self._file(key)
         time.sleep(0.002 * (number % 2))
         if number % 5 == 4 and file.exists():
             file.write_bytes(file.read_bytes()[:-1])
-        return super().get(key, size=size)
+        return super().get_into(key, *parts)
 
 
 @pytest.fixture(scope="module")

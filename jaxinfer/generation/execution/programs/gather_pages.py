@@ -28,12 +28,13 @@ def gather_pages(caches: list[Cache], pages: jax.Array) -> PageBlock:
 
     groups = [list(group.values()) for group in pages_by_shape(caches)]
 
-    def gather(layers: list[KVPages], field: str) -> jax.Array:
-        parts = [getattr(layer, field).at[pages].get(mode="clip") for layer in layers]
-        return jnp.stack(parts, axis=1)  # [N, L, ...]
+    def both(*fields: str) -> tuple[jax.Array, ...]:
+        def gather(layers: list[KVPages]) -> jax.Array:
+            parts = [getattr(layer, field).at[pages].get(mode="clip") for layer in layers for field in fields]
+            together = jnp.stack(parts, axis=1)  # [N, 2L, ...]: XLA copies each page once
+            return together.reshape(len(pages), len(layers), 2, *together.shape[2:])
 
-    def both(k: str, v: str) -> tuple[jax.Array, ...]:
-        return tuple(jnp.stack([gather(group, k), gather(group, v)], axis=2) for group in groups)
+        return tuple(map(gather, groups))
 
     return PageBlock(both("k", "v"), () if groups[0][0].k_scale is None else both("k_scale", "v_scale"))
 
