@@ -16,13 +16,13 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.page_tier import (
     CLOSE_SECONDS,
     MAX_WRITES,
+    BlockMemory,
     Load,
     Loaded,
     PageTier,
     TierStats,
     arrays_of,
     bytes_of_page,
-    empty_block,
     make_worker,
     places_of,
 )
@@ -45,9 +45,10 @@ class DiskPages(PageTier):
     """
 
     def __init__(self, blocks: BlockFolder, page: PageBlock, buckets: Buckets, costs: Costs):
-        self.blocks, self._page, self._buckets, self._costs = blocks, page, buckets, costs
+        self.blocks, self._buckets, self._costs = blocks, buckets, costs
         self._page_bytes = bytes_of_page(page)
         self._room = MAX_WRITES * buckets.moves[-1]
+        self._block_memory = BlockMemory(page)
         self._worker = make_worker("disk-pages")
         self._writing: set[bytes] = set()  # pages that wait to be written
         self._writes: deque[tuple[InterruptibleFuture[None], int]] = deque()  # and the sizes of their blocks
@@ -95,7 +96,7 @@ class DiskPages(PageTier):
     ) -> Loaded:
         """Read the missing pages into their places of a block, up to the first that cannot be read; in the worker."""
         size = sum(self._buckets.moves_of(len(keys)))
-        block = empty_block(self._page, size) if base is None else base.result().block
+        block = self._block_memory.make_block(size) if base is None else base.result().block
         start, arrays = time.perf_counter(), arrays_of(block)
         for at, key in enumerate(keys):
             if key not in missing:
@@ -120,7 +121,7 @@ class DiskPages(PageTier):
         return {"disk_kv": dataclasses.replace(self._stats, pages=len(self.blocks), stored=self._stored)}
 
     def free_memory(self) -> None:
-        """Do nothing: it has none."""
+        self._block_memory.free()
 
     def settle(self) -> None:
         self._settled().result()

@@ -66,6 +66,7 @@ class HostAndDisk(PageTier):
 
     def free_memory(self) -> None:
         self.host.free_memory()
+        self.disk.free_memory()
 
     def settle(self) -> None:
         self.host.settle()

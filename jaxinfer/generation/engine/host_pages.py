@@ -16,13 +16,13 @@ from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.page_tier import (
     MAX_WRITES,
+    BlockMemory,
     Load,
     Loaded,
     PageTier,
     TierStats,
     arrays_of,
     bytes_of_page,
-    empty_block,
     make_worker,
     parts_of,
     places_of,
@@ -51,6 +51,7 @@ class HostPages(PageTier):
     def __init__(self, count: int, page: PageBlock, buckets: Buckets, costs: Costs):
         self.count, self._page, self._buckets, self._costs = count, page, buckets, costs
         self.page_bytes = bytes_of_page(page)
+        self._block_memory = BlockMemory(page)
         self._worker = make_worker("host-pages")
         self._writes: deque[InterruptibleFuture[None]] = deque()
         self._stats = TierStats(num_pages=count, page_bytes=self.page_bytes)
@@ -58,6 +59,7 @@ class HostPages(PageTier):
 
     def free_memory(self) -> None:
         """Forget all pages, and give their memory back. Nothing may be on its way."""
+        self._block_memory.free()
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._empty = list(reversed(range(self.count)))
         self._memory: list[np.ndarray] | None = None  # uint8 [count, S, ...] for each array of a block
@@ -114,7 +116,7 @@ class HostPages(PageTier):
     def _read(self, memory: Sequence[np.ndarray], rows: Sequence[int | None]) -> Loaded:
         """Copy pages into a new block; in the worker."""
         start = time.perf_counter()
-        block = empty_block(self._page, sum(self._buckets.moves_of(len(rows))))
+        block = self._block_memory.make_block(sum(self._buckets.moves_of(len(rows))))
         for rows_of_all, target in zip(memory, arrays_of(block), strict=True):
             for at, row in enumerate(rows):
                 if row is not None:

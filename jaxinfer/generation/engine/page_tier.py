@@ -1,16 +1,18 @@
 """Tiers of the prefix cache, to which pages move when the devices forget them: what all tiers have in common."""
 
 import dataclasses
+import itertools
 import math
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.checkpoints.host_memory import aligned_buffer
+from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned, aligned_buffer
 from jaxinfer.compiled import close_at_exit
 from jaxinfer.futures import DaemonThreads, InterruptibleFuture
 from jaxinfer.generation.engine.batch import PageBlock
@@ -192,17 +194,45 @@ def make_worker(name: str) -> DaemonThreads:
 
 def bytes_of_page(page: PageBlock) -> int:
     """The bytes of a page of these shapes."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in parts_of(page))
+    return sum(map(_bytes_of, parts_of(page)))
 
 
-def empty_block(page: PageBlock, count: int) -> PageBlock:
-    """A block in new memory for `count` pages of these shapes, as programs take it without a copy."""
+def _bytes_of(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
 
-    def make(x: Any) -> np.ndarray:
-        shape = x.shape[0], count, *x.shape[1:]
-        return aligned_buffer(math.prod(shape) * x.dtype.itemsize).view(x.dtype).reshape(shape)
 
-    return page.map(make)
+class BlockMemory:
+    """Memory for blocks of pages that come back, which the next one takes when nobody has the one before any more.
+
+    A system takes longer to give a process new memory than to copy pages there.
+
+    Args:
+      page: the shapes of a page, [S, ...].
+    """
+
+    def __init__(self, page: PageBlock):
+        self._page = page
+        self._kept: deque[np.ndarray] = deque(maxlen=1)
+
+    def make_block(self, count: int) -> PageBlock:
+        """Make a block for `count` pages, as programs take it without a copy; what is in it has no meaning."""
+        sizes = [aligned(count * _bytes_of(x), ARRAY_ALIGNMENT) for x in parts_of(self._page)]
+        memory = self._kept.pop() if self._kept else np.empty(0, np.uint8)
+        if memory.size < sum(sizes):
+            memory = aligned_buffer(sum(sizes))
+        whole = np.frombuffer(memoryview(memory), np.uint8)  # the base of all arrays of the block
+        weakref.finalize(whole, self._kept.append, memory).atexit = False
+        starts = itertools.accumulate(sizes, initial=0)
+
+        def make(x: Any) -> np.ndarray:
+            content = whole[(start := next(starts)) : start + count * _bytes_of(x)]
+            return content.view(x.dtype).reshape(x.shape[0], count, *x.shape[1:])
+
+        return self._page.map(make)
+
+    def free(self) -> None:
+        """Give the memory back that no block has."""
+        self._kept.clear()
 
 
 def parts_of(block: PageBlock) -> list[Any]:

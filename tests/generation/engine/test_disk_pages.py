@@ -9,8 +9,8 @@ from jaxinfer.futures import InterruptibleFuture
 from jaxinfer.generation.engine.disk_pages import READ_PAGE_FROM_DISK, DiskPages
 from jaxinfer.generation.engine.host_and_disk import HostAndDisk
 from jaxinfer.generation.engine.host_pages import READ_PAGE, HostPages
-from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page, empty_block, parts_of
-from tests.generation.engine.test_host_pages import BUCKETS, PAGE, fill
+from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page, parts_of
+from tests.generation.engine.test_host_pages import BUCKETS, PAGE, empty_block, fill
 
 SIZE = bytes_of_page(PAGE)
 KEYS = [bytes([number]) * KEY_BYTES for number in range(9)]
@@ -34,7 +34,7 @@ def both(disk):
 
 def put(tier, *numbers):
     """Store pages with these numbers, by the keys of these numbers."""
-    made = [empty_block(PAGE, size) for size in BUCKETS.moves_of(len(numbers))]
+    made = [empty_block(size) for size in BUCKETS.moves_of(len(numbers))]
     for index, number in enumerate(numbers):
         fill(made[index // 4], index % 4, number)
     tier.put([KEYS[number] for number in numbers], made)
@@ -44,7 +44,7 @@ def check(load, *numbers):
     """A load has pages of these numbers."""
     block, count = load.result.result(60)
     assert count == len(numbers)
-    expected = empty_block(PAGE, max(count, 1))
+    expected = empty_block(max(count, 1))
     for index, number in enumerate(numbers):
         fill(expected, index, number)
     for found, wanted in zip(parts_of(block), parts_of(expected), strict=True):
@@ -86,10 +86,10 @@ def test_pages_that_come_too_fast_are_left_out(disk, monkeypatch):
     for number in range(7):
         put(disk, number)  # in blocks of two pages
     assert disk.has_room
-    disk.put(KEYS[7:], [empty_block(PAGE, ROOM)])
+    disk.put(KEYS[7:], [empty_block(ROOM)])
     assert not disk.has_room
     late = bytes(KEY_BYTES - 1) + b"?"
-    disk.put([late], [empty_block(PAGE, 2)])
+    disk.put([late], [empty_block(2)])
     assert [key in disk for key in [*KEYS, late]] == [True] * 9 + [False]
     assert disk.wants_early(late)
     assert not disk.wants(late)

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.batch import PageBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.host_pages import HostPages
-from jaxinfer.generation.engine.page_tier import empty_block, parts_of
+from jaxinfer.generation.engine.page_tier import BlockMemory, parts_of
 from jaxinfer.generation.execution.plan import MOVES
 
 COUNT = 5
@@ -27,6 +27,11 @@ PAGE = PageBlock(
     (np.empty((2, 3, 5), np.float32), np.empty((2, 1, 7), np.float32)),
 )
 KEYS = [bytes([key]) for key in range(9)]
+
+
+def empty_block(count):
+    """A block for so many pages."""
+    return BlockMemory(PAGE).make_block(count)
 
 
 def fill(block, index, number):
@@ -45,7 +50,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
     def put(self, keys):
-        blocks = [empty_block(PAGE, size) for size in BUCKETS.moves_of(len(keys))]
+        blocks = [empty_block(size) for size in BUCKETS.moves_of(len(keys))]
         for index, key in enumerate(keys):
             self.written += 1
             fill(blocks[index // 4], index % 4, self.written)
@@ -92,7 +97,7 @@ class Tier(RuleBasedStateMachine):
             block, count = load.result.result(60)
             assert count == len(numbers)
             assert block.places == sum(BUCKETS.moves_of(len(numbers)))
-            expected = empty_block(PAGE, len(numbers))
+            expected = empty_block(len(numbers))
             for index, number in enumerate(numbers):
                 fill(expected, index, number)
             for found, wanted in zip(parts_of(block), parts_of(expected), strict=True):
@@ -125,7 +130,7 @@ def test_moves_hold_all_pages():
 
 def test_statistics_count_bytes():
     pages = HostPages(COUNT, PAGE, BUCKETS, Costs())
-    block = empty_block(PAGE, 2)
+    block = empty_block(2)
     pages.put(KEYS[:2], [block])
     pages.put(KEYS[:3], [block, block])
     pages.admitted(pages.get(KEYS[:3]), KEYS[1:3])
@@ -143,3 +148,18 @@ def test_the_process_ends_after_the_copy_of_a_worker_that_was_dropped():
     lines += ["worker = make_worker('test')", "worker.submit(copy)", "time.sleep(0.1)", "del worker"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert done.stdout == "copied\n"
+
+
+def test_a_block_takes_the_memory_of_one_that_nobody_has():
+    memory = BlockMemory(PAGE)
+    first = memory.make_block(4)
+    part = first.kv[1][1:, 2]
+    del first
+    second = memory.make_block(3)  # while a part of the first is there
+    assert not np.shares_memory(second.kv[1], part)
+    assert not memory._kept
+    del part
+    (kept,) = memory._kept
+    assert np.shares_memory(memory.make_block(2).scale[1], kept)
+    memory.free()
+    assert not memory._kept
