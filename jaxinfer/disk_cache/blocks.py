@@ -16,7 +16,7 @@ from pathlib import Path
 import crc32c
 from rich.filesize import decimal
 
-from jaxinfer.disk_cache.files import make_private, read_own_into, write_atomically
+from jaxinfer.disk_cache.files import make_private, read_ahead, read_own_into, write_atomically
 
 KEY_BYTES = 32
 PAUSE = 60.0
@@ -173,6 +173,10 @@ class BlockFolder:
                 log.warning("%s is not used, and deleted: %s.", self._file(key), problem)
                 self._delete(key, self._sizes.pop(key))
         return False
+
+    def read_ahead(self, key: bytes) -> None:
+        """Have the system read a block meanwhile, which `get_into` asks for soon."""
+        read_ahead(self._file(key))
 
     def clear(self) -> None:
         """Delete all blocks."""

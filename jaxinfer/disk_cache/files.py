@@ -214,6 +214,14 @@ def read_own_into(file: Path, *parts: memoryview) -> bool:
         return handle is not None and os.fstat(handle).st_size == size and os.preadv(handle, parts, 0) == size
 
 
+def read_ahead(file: Path) -> None:
+    """Have the system read a file into its cache meanwhile; errors come when it is read."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError), _own(file) as handle:
+            if handle is not None:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 @contextlib.contextmanager
 def _own(file: Path) -> Iterator[int | None]:
     """Open a file, which counts as used now; None if it is not the user's alone. Raises OSError."""

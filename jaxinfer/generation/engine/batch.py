@@ -186,7 +186,7 @@ class Batch:
             joined=lanes,
         )
 
-    @functools.cached_property
+    @property  # cached, a step that has one lane would refer to itself, and so keep its blocks until it is collected
     def lanes(self) -> tuple["Batch", ...]:
         """The step of each lane, in their order."""
         return self.joined or (self,)

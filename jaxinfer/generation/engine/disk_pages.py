@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
@@ -27,6 +28,8 @@ from jaxinfer.generation.engine.page_tier import (
     places_of,
 )
 
+AHEAD = 8
+"""Pages that the system reads from the disk while one is copied: disks are faster with several."""
 READ_PAGE_FROM_DISK = "read_page_from_disk"
 """The name of reading a page from disk into a block, in the record of costs."""
 
@@ -98,9 +101,13 @@ class DiskPages(PageTier):
         size = sum(self._buckets.moves_of(len(keys)))
         block = self._block_memory.make_block(size) if base is None else base.result().block
         start, arrays = time.perf_counter(), arrays_of(block)
-        for at, key in enumerate(keys):
-            if key not in missing:
-                continue
+        wanted = [(at, key) for at, key in enumerate(keys) if key in missing]
+        ahead = iter([key for _, key in wanted])
+        for key in itertools.islice(ahead, AHEAD):
+            self.blocks.read_ahead(key)
+        for at, key in wanted:
+            for later in itertools.islice(ahead, 1):
+                self.blocks.read_ahead(later)
             # Each array has a page of each stage, [S, N, ...].
             if not self.blocks.get_into(key, *(memoryview(stage[at].reshape(-1)) for x in arrays for stage in x)):
                 return Loaded(block, at)

@@ -1,6 +1,7 @@
 """Lanes that run their steps together, each against a device of its own."""
 
 import itertools
+import sys
 from collections import deque
 from random import Random
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.costs import Cost
-from jaxinfer.generation.engine.batch import StepOutput
+from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.lanes import PREFIX_WEIGHT, LaneScheduler
@@ -369,3 +370,11 @@ def test_a_request_that_cannot_run_ends_though_the_next_lane_fails(adapters, mon
     while simulation.step():
         pass
     assert fine.token_ids == alone(fine)
+
+
+def test_a_step_does_not_refer_to_itself():
+    """Otherwise its blocks of pages would stay until Python collects it."""
+    step = Batch()
+    before = sys.getrefcount(step)
+    assert step.lanes == (step,)
+    assert sys.getrefcount(step) == before
