@@ -660,6 +660,7 @@ def serving_models_section(result: Result) -> list[str]:
     columns = ("kv_dtype", "interval", "goodput", "good_share", "ttft_p50_ms", "errors")
     if turns := [row for row in result["rows"] if row["figure"] == "two_models"]:
         lines = [[row["server"], *(str(row[name]) for name in columns)] for row in turns]
+        lines = [[server, kv_dtype.replace("None", "float32"), *rest] for server, kv_dtype, *rest in lines]
         sections += [
             "Bursts of 16 requests of 64 tokens for 64 more, for two models in turn; a request is good if its first "
             "token comes within 4 s.",
