@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Report
+from benchmarks.report import ROOT, Report, check_that_no_part_is_lost
 from jaxinfer.compiled import cache_folder
 
 PEERS = Path(__file__).parent / "peers"
@@ -111,6 +111,35 @@ def run_parts[Settings](
     report.finish(json_file)
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def part_parser(name: str, parts: Mapping[str, object], about: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """Make the parser of `benchmarks.NAME`, which runs parts on this machine alone.
+
+    Args:
+      about: the module's docstring.
+      quick: what --quick makes smaller.
+    """
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about, formatter_class=formatter)
+    parser.add_argument("--quick", action="store_true", help=f"a smoke test: {quick}")
+    parser.add_argument("--only", type=parts_reader(parts), metavar="PART,...", help=f"of {', '.join(parts)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / name)
+    return parser
+
+
+def run_chosen_parts[Settings](
+    parts: Mapping[str, Callable[[Report, Settings], None]], args: argparse.Namespace, settings: Settings
+) -> None:
+    """Run the parts that options of `part_parser` name, and print the result; exits as `run_parts` does."""
+    names = args.only or list(parts)
+    check_that_no_part_is_lost(args.json, names)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    report = Report()
+    report.print_header()
+    report.row(figure="settings", quick=args.quick)
+    run_parts(parts, names, report, settings, args.json)
 
 
 def _run_part[Settings](

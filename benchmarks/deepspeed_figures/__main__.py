@@ -16,14 +16,12 @@ from rich.table import Table
 from benchmarks.deepspeed_figures import headlines, public, ratios, systems
 from benchmarks.deepspeed_figures.fits import left_out
 from benchmarks.deepspeed_figures.plots import draw
-from benchmarks.deepspeed_figures.points import Point, points
+from benchmarks.deepspeed_figures.points import TOLERANCES, Point, points, share_within_tolerance
 from benchmarks.report import Report
 from jaxinfer.evaluation.figures import write_figure
 from jaxinfer.sharding.planner import Catalogue
 
 MOST_FITTED = 6
-TOLERANCES = {"deepspeed-fp16": 0.10, "deepspeed-int8": 0.10, "deepspeed-moe": 0.20}
-"""Largest errors of DeepSpeed's own points; those of its baselines are only reported."""
 HEADLINE_TOLERANCE = 0.10
 
 
@@ -59,8 +57,7 @@ def add_checks(report: Report) -> None:
     for name, tolerance in TOLERANCES.items():
         worst = max(abs(row["error"]) for row in rows if row["system"] == name)
         report.check(f"{name}_error", worst, "", target=tolerance, better="lower")
-    within = [abs(row["error"]) <= TOLERANCES[row["system"]] for row in rows if row["system"] in TOLERANCES]
-    report.check("figures_within_tolerance", sum(within) / len(within), "of DeepSpeed's points", target=1)
+    report.check("figures_within_tolerance", share_within_tolerance(), "of DeepSpeed's points", target=1)
     fitted = max(len(system.fitted) for system in Catalogue.read().systems.values())
     report.check("fitted_constants", fitted, "a system", target=MOST_FITTED, better="lower")
     for row in report.rows:

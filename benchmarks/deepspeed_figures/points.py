@@ -12,6 +12,8 @@ from jaxinfer.sharding.planner.search import FORMATS
 
 FILE = ROOT / "benchmarks/data/deepspeed_inference.toml"
 AXES = ("data", "pipeline", "expert", "tensor")
+TOLERANCES = {"deepspeed-fp16": 0.10, "deepspeed-int8": 0.10, "deepspeed-moe": 0.20}
+"""Largest errors of DeepSpeed's own points; those of its baselines are only reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,16 @@ def read() -> dict[str, Any]:
 def points(system: str) -> list[Point]:
     """Return all points of a system."""
     return [point for figure in ("fig6", "fig7") for point in _points(figure, read()[figure]) if point.system == system]
+
+
+def share_within_tolerance() -> float:
+    """Compute the share of DeepSpeed's own points that are predicted within their tolerances."""
+    within = [
+        abs(point.error(Catalogue.read().systems[name])) <= tolerance
+        for name, tolerance in TOLERANCES.items()
+        for point in points(name)
+    ]
+    return sum(within) / len(within)
 
 
 def _points(figure: str, table: dict[str, Any]) -> Iterator[Point]:

@@ -144,9 +144,9 @@ def _check(report: Report, rows: list[dict[str, Any]]) -> None:
     for name, (short, target) in METRICS.items():
         errors = [abs(row[f"error_{name}"]) for row in rows]
         worst = rows[errors.index(max(errors))]
-        report.row(
-            figure="worst", metric=short, error=worst[f"error_{name}"], cell=f"{worst['engine']}: {worst['cell']}"
-        )
+        error, cell = worst[f"error_{name}"], f"{worst['engine']}: {worst['cell']}"
+        report.row(figure="worst", metric=short, error=error, cell=cell)
+        print(f"largest error of {short}: {error:+.0%} ({cell})", flush=True)
         report.check(f"{short}_error_median", statistics.median(errors), "", target=target, better="lower")
     report.check("cells", len(rows), "cells", target=20)
     near = sum(row["load"] >= NEAR_SATURATION for row in rows)

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks import pages
 from benchmarks.deepspeed_figures import headlines, public, ratios
-from benchmarks.deepspeed_figures.__main__ import HEADLINE_TOLERANCE, MOST_FITTED, TOLERANCES, add_checks, point_row
+from benchmarks.deepspeed_figures.__main__ import HEADLINE_TOLERANCE, MOST_FITTED, add_checks, point_row
 from benchmarks.deepspeed_figures.fits import fit, left_out
-from benchmarks.deepspeed_figures.points import points
+from benchmarks.deepspeed_figures.points import TOLERANCES, points
 from benchmarks.deepspeed_figures.systems import FILE, OF_DENSE, write
 from benchmarks.report import ROOT, Report
 from jaxinfer.sharding.planner import Catalogue

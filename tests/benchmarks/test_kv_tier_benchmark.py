@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from benchmarks.kv_tier.__main__ import PARTS, read_parts
+from benchmarks.kv_tier.__main__ import PARTS
 from benchmarks.kv_tier.settings import PAGE, Settings, make_config
+from benchmarks.workers import part_parser
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.leaves import canonical_leaves
 
@@ -15,8 +16,12 @@ def test_the_model_is_what_the_figures_say():
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(246e6, rel=0.01)
 
 
-def test_parts_are_known_by_name():
-    assert read_parts("chat,idle") == ["chat", "idle"]
+def test_parts_are_known_by_name(capsys):
+    parser = part_parser("kv_tier", PARTS, "", quick="little")
+    assert parser.parse_args(["--only", "chat,idle"]).only == ["chat", "idle"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--only", "chat,ssd"])
+    assert "unknown ssd; there are resume, chat" in capsys.readouterr().err
     assert list(PARTS) == ["resume", "chat", "idle", "restart", "both_ends", "sliced"]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import pages
+from benchmarks.planner.__main__ import PARTS
 from benchmarks.planner.accuracy import _check, cell_row
 from benchmarks.planner.peer import peer
 from benchmarks.planner.settings import ENGINES, NEAR_SATURATION, Lengths, Load, Settings
@@ -54,6 +55,9 @@ def test_a_cell_compares_means_with_the_median_run():
     assert {check.name: check.value for check in report.checks}["ttft_error_median"] == pytest.approx(0.3)
     worst = next(row for row in report.rows if row["metric"] == "ttft")
     assert worst == {"figure": "worst", "metric": "ttft", "error": -0.5, "cell": "demo, batch 8: other"}
+    text = "\n".join(pages.simulator_section({**report.result(), "rows": [row, *report.rows]}))
+    assert "| demo, batch 8 | 40 + 10 tokens, poisson at 95% | 20, 22, +10% |" in text
+    assert "ttft -50% (demo, batch 8: other)" in text
 
 
 def test_a_peer_predicts_the_points_of_dense_models(tmp_path):
@@ -74,11 +78,10 @@ def test_a_peer_predicts_the_points_of_dense_models(tmp_path):
 
 @pytest.mark.slow
 def test_a_quick_run(tmp_path):
-    from benchmarks.planner.accuracy import accuracy
-    from benchmarks.planner.speed import speed
-
     report = Report()
-    for part in (accuracy, speed):
-        part(report, Settings(quick=True, folder=tmp_path))
+    for part in PARTS.values():
+        part(report, Settings(quick=True, folder=tmp_path, aisimulate_python=tmp_path / "none/python"))
     assert sum(row["figure"] == "cell" for row in report.rows) == 3
-    assert "configs_per_s" in {check.name for check in report.checks}
+    latencies = {f"{name}_error_median" for name in ("e2e", "ttft", "tpot")}
+    assert {check.name for check in report.checks} >= latencies | {"configs_per_s", "figures_within_tolerance"}
+    assert {row["metric"] for row in report.rows if row["figure"] == "worst"} == {"e2e", "ttft", "tpot"}
