@@ -12,6 +12,7 @@ from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.planner import LayerShape, ModelShape
+from jaxinfer.sharding.planner.shapes import delta_rule
 
 
 def shape_of(name: str, config: DecoderConfig) -> ModelShape:
@@ -44,7 +45,7 @@ def _heads(kind: LayerConfig) -> int:
 def _mixer(embed: int, mixer: Mixer) -> dict[str, Any]:
     """The fields of `LayerShape` that the mixer decides."""
     if isinstance(mixer, DeltaRuleConfig):
-        return {"kv_values": 0, "kv_heads": mixer.key_heads, "pair_flops": 0, "state_values": mixer.state_values}
+        return delta_rule(**{field.name: getattr(mixer, field.name) for field in dataclasses.fields(mixer)})
     assert isinstance(mixer, AttentionConfig)
     return {
         "kv_params": 2 * mixer.kv_heads * mixer.head_dim * embed,

@@ -139,6 +139,10 @@ class Tokens:
     sequences: float
     context: float
 
+    def share(self, parts: int) -> "Tokens":
+        """Make one of so many equal parts."""
+        return dataclasses.replace(self, count=self.count / parts, sequences=self.sequences / parts)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fetched:
@@ -149,6 +153,7 @@ class Fetched:
       experts: bytes a second of experts, of which those come that tokens chose; None: all stay on the device.
       held: share of the experts that stay on the device.
       cache: bytes a second of the KV cache; None: it stays on the device.
+      slices: of the tokens, on which a layer runs one after the other if the device has no room for all their caches.
       ahead: whether things are fetched while others are computed.
     """
 
@@ -156,6 +161,7 @@ class Fetched:
     experts: float | None = None
     held: float = 0.0
     cache: float | None = None
+    slices: int = 1
     ahead: bool = True
 
 
@@ -179,8 +185,10 @@ class Runner:
         batch = tuple(batch)
         share, tokens = stage_share(self.model, self.ways.pipeline), sum(part.count for part in batch)
         seconds = self.head(rows) + self.exchanged(self._pass(tokens, rows).of_ends(self.model, self.ways))
+        slices = self.fetched.slices
+        sliced = batch if slices == 1 else tuple(part.share(slices) for part in batch)
         for layer in self.model.layers:
-            seconds += self.layer(layer, batch) * (layer.count * share)
+            seconds += self.layer(layer, sliced) * (layer.count * share * slices)
         return overlapped(seconds, self.fetch_s(batch), ahead=self.fetched.ahead)
 
     def fetch_s(self, batch: tuple[Tokens, ...]) -> float:
@@ -210,6 +218,7 @@ class Runner:
         if self.fetched.cache is None:  # what is fetched is counted there
             moved += self.cache_bytes(layer, batch)
         attention = sum(part.count * layer.seen(part.context) for part in batch) * layer.pair_flops
+        attention += tokens * layer.state_flops
         flops = 2 * tokens * (layer.params_of(slices) + layer.whole_params) + attention / slices
         seconds = self._roofline(moved, flops + self._expert_flops(layer, tokens))
         seconds += self.exchanged(self._pass(tokens, 0).of_layer(self.model, layer, self.ways))
@@ -236,8 +245,13 @@ class Runner:
     def cache_bytes(self, layer: LayerShape, batch: Iterable[Tokens]) -> float:
         """Compute the bytes of a layer's KV cache and states on one device that a pass over these tokens reads."""
         each = layer.kv_values_of(self.ways.slices) * self.format.kv_bytes
-        states = 2 * layer.state_values * WHOLE_BYTES / self.ways.slices
+        states = 2 * self.state_bytes(layer)
         return sum(part.sequences * (layer.seen(part.context) * each + states) for part in batch)
+
+    def state_bytes(self, layer: LayerShape) -> float:
+        """Compute the bytes of a sequence's recurrent state in a layer on one device."""
+        size = layer.state_values * WHOLE_BYTES + layer.conv_values * self.format.number_bytes
+        return size / self.ways.slices
 
     def hop(self, tokens: float) -> Seconds:
         """Compute the seconds of sending a micro-batch to the next stage."""

@@ -85,13 +85,17 @@ def outer_bytes(runner: Runner) -> float:
     return matrices * table + model.whole_params * WHOLE_BYTES
 
 
-def kv_bytes(runner: Runner, tokens: float, sequences: float) -> float:
-    """Compute the bytes of a device's KV cache for so many tokens, and of states; windows have room for all tokens."""
+def kv_bytes(runner: Runner, tokens: float, slots: float) -> float:
+    """Compute the bytes of a device's KV cache; windows have room for all tokens.
+
+    Args:
+      tokens: that it has room for.
+      slots: that have a recurrent state, one more than requests may run.
+    """
     stages, slices = runner.ways.pipeline, runner.ways.slices
 
     def of_layer(layer: LayerShape) -> float:
-        states = sequences * layer.state_values * WHOLE_BYTES / slices
-        return tokens * layer.kv_values_of(slices) * runner.format.kv_bytes + states
+        return tokens * layer.kv_values_of(slices) * runner.format.kv_bytes + slots * runner.state_bytes(layer)
 
     return sum(stage_places(layer, stages) * of_layer(layer) for layer in runner.model.layers)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 WORD = 32
 """Tokens of a word of a bitmask, of which devices have whole ones."""
+RULE_CHUNK = 64
+"""Tokens whose part of a recurrent state is computed together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,9 @@ class LayerShape:
       kv_heads: the parts into which the KV cache divides over devices; more devices keep copies.
       pair_flops: operations of attention per token and token of its context.
       window: the longest context that attention sees; None: all.
-      state_values: numbers of a recurrent state per sequence and layer, read and written by each pass.
+      state_values: numbers of a recurrent state per sequence and layer, in 32 bits, read and written by each pass.
+      conv_values: the same of a convolution's last inputs, in the size of the activations.
+      state_flops: operations of a recurrent state per token.
       experts: experts of a mixture; 0 for a dense layer.
       chosen: experts per token.
       expert_params: parameters of one expert.
@@ -37,6 +41,8 @@ class LayerShape:
     pair_flops: int
     window: int | None = None
     state_values: int = 0
+    conv_values: int = 0
+    state_flops: int = 0
     experts: int = 0
     chosen: int = 0
     expert_params: int = 0
@@ -113,6 +119,16 @@ class ModelShape:
         return min((layer.experts for layer in self.layers if layer.experts), default=0)
 
     @property
+    def has_equal_pages(self) -> bool:
+        """Whether all layers have pages, and of one size."""
+        return len({(layer.kv_values, layer.kv_heads) for layer in self.layers}) == 1 and not self.has_states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return any(layer.state_values for layer in self.layers)
+
+    @property
     def head_params(self) -> int:
         """Parameters of the head."""
         return (self.word_width or self.hidden) * self.vocab
@@ -163,40 +179,54 @@ class _Fields:
     dense_layers: int = 0
     expert_every: int = 1
     latent: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    delta: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    attention_every: int = 1
+    output_gate: bool = False
     source: str = ""
 
     def shape(self, name: str) -> ModelShape:
-        """Count the layers of each kind: with or without experts, with or without a window."""
-        counts: dict[tuple[bool, bool], int] = {}
+        """Count the layers of each kind: with or without experts, a window, a recurrent state."""
+        counts: dict[tuple[bool, bool, bool], int] = {}
         for number in range(self.layers):
             mixture = bool(self.experts) and number >= self.dense_layers and (number + 1) % self.expert_every == 0
             windowed = bool(self.window) and number % self.window_every == 0
-            counts[mixture, windowed] = counts.get((mixture, windowed), 0) + 1
+            recurrent = bool(self.delta) and (number + 1) % self.attention_every != 0
+            counts[mixture, windowed, recurrent] = counts.get((mixture, windowed, recurrent), 0) + 1
         layers = tuple(self._layer(count, *kind) for kind, count in sorted(counts.items()))
-        return ModelShape(
-            name=name, hidden=self.hidden, vocab=self.vocab, heads=self.heads, tied=self.tied, layers=layers
-        )
+        heads = math.gcd(self.heads, self.delta.get("key_heads", 0))
+        return ModelShape(name=name, hidden=self.hidden, vocab=self.vocab, heads=heads, tied=self.tied, layers=layers)
 
-    def _layer(self, count: int, mixture: bool, windowed: bool) -> LayerShape:
+    def _layer(self, count: int, mixture: bool, windowed: bool, recurrent: bool) -> LayerShape:
+        mixer = self._delta_rule() if recurrent else self._attention()
+        if mixture:
+            mixer["params"] += self._mlp_params(self.shared_mlp)
+            expert = {"whole_params": self.hidden * self.experts}
+            expert |= {"experts": self.experts, "chosen": self.chosen}
+            expert["expert_params"] = self._mlp_params(self.expert_mlp or self.mlp or 4 * self.hidden)
+        else:
+            mixer["params"] += self._mlp_params(self.mlp or 4 * self.hidden)
+            expert = {}
+        return LayerShape(count=count, window=self.window if windowed else None, **mixer, **expert)
+
+    def _attention(self) -> dict[str, int]:
+        if self.latent:
+            return self._latent_attention(**self.latent)
         kv_heads, head_dim = self.kv_heads or self.heads, self.head_dim or self.hidden // self.heads
-        attention = {
-            "params": 2 * self.hidden * head_dim * (self.heads + kv_heads),
+        q_heads = self.heads * (2 if self.output_gate else 1)
+        return {
+            "params": self.hidden * head_dim * (q_heads + self.heads + 2 * kv_heads),
             "kv_values": 2 * kv_heads * head_dim,
             "kv_heads": kv_heads,
             "kv_params": 2 * self.hidden * head_dim * kv_heads,
             "pair_flops": 4 * self.heads * head_dim,
         }
-        if self.latent:
-            attention = self._latent_attention(**self.latent)
-        if mixture:
-            attention["params"] += self._mlp_params(self.shared_mlp)
-            expert = {"whole_params": self.hidden * self.experts}
-            expert |= {"experts": self.experts, "chosen": self.chosen}
-            expert["expert_params"] = self._mlp_params(self.expert_mlp or self.mlp or 4 * self.hidden)
-        else:
-            attention["params"] += self._mlp_params(self.mlp or 4 * self.hidden)
-            expert = {}
-        return LayerShape(count=count, window=self.window if windowed else None, **attention, **expert)
+
+    def _delta_rule(self) -> dict[str, int]:
+        sizes = delta_rule(**self.delta)
+        outputs = self.delta["value_heads"] * self.delta["value_dim"]
+        keys = self.delta["key_heads"] * self.delta["key_dim"]
+        # Queries, keys, values, the gate and the way back; beta and the step of each head.
+        return sizes | {"params": self.hidden * (2 * keys + 3 * outputs + 2 * self.delta["value_heads"])}
 
     def _mlp_params(self, width: int) -> int:
         return (3 if self.gated else 2) * self.hidden * width
@@ -211,6 +241,30 @@ class _Fields:
             "kv_heads": 1,
             "pair_flops": 2 * self.heads * (nope + rope + value),
         }
+
+
+def delta_rule(*, key_heads: int, value_heads: int, key_dim: int, value_dim: int, conv: int) -> dict[str, int]:
+    """Compute the fields of a layer with the gated delta rule (Gated DeltaNet, arXiv:2412.06464), but its parameters.
+
+    Operations are those of prompts, in chunks (section 3.3); a single token takes fewer.
+
+    Args:
+      key_dim, value_dim: of a head; its state has their product.
+      conv: tokens that the convolution before the rule sees.
+
+    >>> delta_rule(key_heads=1, value_heads=2, key_dim=4, value_dim=8, conv=4)["state_values"]
+    64
+    """
+    features, states = 2 * key_heads * key_dim + value_heads * value_dim, value_heads * key_dim * value_dim
+    within = RULE_CHUNK * value_heads * (5 * key_dim + 3 * value_dim)
+    return {
+        "kv_values": 0,
+        "kv_heads": key_heads,
+        "pair_flops": 0,
+        "state_values": states,
+        "conv_values": (conv - 1) * features,
+        "state_flops": 6 * states + within + 2 * conv * features,
+    }
 
 
 def stage_share(model: ModelShape, stages: int) -> float:

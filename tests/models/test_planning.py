@@ -33,7 +33,8 @@ def test_kinds_of_layers_are_counted():
 
 def test_a_layer_with_a_recurrent_state_has_no_keys_and_values():
     shape, delta = shape_of("tiny", HYBRID), HYBRID.layer(0).mixer
-    assert [(layer.count, layer.kv_values, layer.state_values) for layer in shape.layers] == [
+    states = [layer.state_values + layer.conv_values for layer in shape.layers]
+    assert [(layer.count, layer.kv_values, state) for layer, state in zip(shape.layers, states, strict=True)] == [
         (2, 0, delta.state_values),
         (1, HYBRID.layer(1).attention.kv_values, 0),
     ]

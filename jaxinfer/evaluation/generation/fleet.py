@@ -23,6 +23,7 @@ from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.sharding.planner import Device, ModelShape, NothingFitsError, Prediction, Runner, System, Tokens, Workload
 from jaxinfer.sharding.planner import Plan as PlannedSchedule
 from jaxinfer.sharding.planner.costs import Format
+from jaxinfer.sharding.planner.memory import kv_bytes
 from jaxinfer.sharding.planner.plans import USABLE, missing, predict
 from jaxinfer.sharding.planner.search import CHUNKS, meshes
 
@@ -99,11 +100,12 @@ class Replica:
         ways = self.made.plan.ways
         return Runner(model=target.model, device=target.device, system=target.system, ways=ways, format=target.form)
 
-    def num_pages(self, workload: Workload) -> int:
-        """Compute the pages of a lane's cache that fit, as the workload's lengths use them."""
-        memory, length = self.made.memory, workload.prompt + workload.generate
-        token = memory.cache / self.batch / length
-        return int((USABLE * self.target.device.memory - memory.weights - memory.work) / token / PAGE)
+    @functools.cached_property
+    def num_pages(self) -> int:
+        """The pages of a lane's cache that fit."""
+        memory = self.made.memory
+        used = memory.weights + memory.requests + memory.work + kv_bytes(self.runner, 0, self.batch + 1)
+        return int((USABLE * self.target.device.memory - used) / kv_bytes(self.runner, PAGE, 0))
 
     def simulate(self, requests: Sequence[TokenRequest], workload: Workload) -> Replayed:
         """Run requests on it. Raises ValueError for one that could never run."""
@@ -120,7 +122,7 @@ class Replica:
             way=Way.RING if ways.pipeline > 1 else Way.WHOLE,
             buckets=buckets_of(config, "gpu", stages=ways.pipeline),
             stages=ways.pipeline,
-            num_pages=self.num_pages(workload),
+            num_pages=self.num_pages,
         )
         costs = self._costs(plan, workload)
         return simulate(requests, config, plan, PlannedTimes(self.runner), costs=costs, platform="gpu", lanes=ways.data)
@@ -165,7 +167,7 @@ def ranked(target: PlannedModel, most: int, traffic: "Traffic", objective: Objec
     Raises NothingFitsError if none fits, or none is fast enough; the message says what is nearest.
     """
     workload, longest = traffic.workload, traffic.longest
-    fitting = [each for each in replicas(target, most, workload) if each.num_pages(workload) * PAGE >= longest]
+    fitting = [each for each in replicas(target, most, workload) if each.num_pages * PAGE >= longest]
     where = f"{target.model.name} on up to {most} {target.device.name}"
     if not fitting:
         raise NothingFitsError(

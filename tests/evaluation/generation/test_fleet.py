@@ -59,7 +59,7 @@ def test_configurations_fit_and_keep_the_objective():
     assert {each.made.plan.ways.data for each in order} == {1}  # lanes of dense models are replicas
     assert all(1e3 * each.made.each.total <= 50 for each in order)
     assert len({each.made.plan.ways for each in finalists(order)}) == len(finalists(order)) == 3
-    pages = order[0].num_pages(WORK)
+    pages = order[0].num_pages
     kv_bytes = 2 * 2 * 8 * 128 * 32 * PAGE
     assert 0.6 < pages * kv_bytes * order[0].devices / (141e9 * 0.9 * order[0].devices - 16e9) < 1
 

@@ -16,7 +16,7 @@ from jaxinfer.sharding.planner.exchanges import Pass
 from jaxinfer.sharding.planner.memory import Step, kv_bytes, request_bytes, weight_bytes, work_bytes
 from tests.generation.sampled import SIZES
 from tests.generation.ways import RARE_WAYS, WAYS
-from tests.tiny import MOE_CONFIGS, save_tiny
+from tests.tiny import HYBRID, MOE_CONFIGS, save_tiny
 
 pytestmark = pytest.mark.xdist_group("ways")
 
@@ -27,6 +27,15 @@ MIXTURES = {
     "experts in lanes": {"data": 2},
     "experts in lanes of two": {"data": 2, "expert": 2},
     "sliced experts in lanes": {"data": 2, "expert": 2, "tensor": 2},
+}
+DELTA_RULES = {"dense": HYBRID, "mixture": HYBRID.with_mlps((MOE_CONFIGS["shared"].layer(0).mlp,))}
+HYBRID_WAYS = {
+    "whole": {},
+    "slices": {"tensor": 2},
+    "lanes": {"data": 2},
+    "stages": {"pipeline": 2},
+    "lanes of two": {"data": 2, "expert": 2},
+    "stages of two": {"pipeline": 2, "tensor": 2},
 }
 FEW = {**SIZES, "context": 64, "max_decode_passes": 4}
 
@@ -123,11 +132,22 @@ def test_mixtures_exchange_what_is_predicted(mixtures, name, way):
     check_memory(llm)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DELTA_RULES)
+@pytest.mark.parametrize("way", HYBRID_WAYS)
+def test_recurrent_states_take_and_exchange_what_is_predicted(tmp_path, name, way):
+    folder, ways = save_tiny(tmp_path / "model", config=DELTA_RULES[name]), HYBRID_WAYS[way]
+    llm = LLM(folder, mesh=MeshConfig(**ways) if ways else None, **FEW)
+    if ways:
+        check_exchanges(llm)
+    check_memory(llm)
+
+
 def check_memory(llm):
     """Arguments to the byte; with what programs compute within 10%."""
     runner, config, memory = runner_of(llm), llm.engine.config, llm.memory
     layout = llm.engine.executor.state.layout
-    stored = weight_bytes(runner) + kv_bytes(runner, memory.num_pages * config.page_size, 0)
+    stored = weight_bytes(runner) + kv_bytes(runner, memory.num_pages * config.page_size, config.max_batch + 1)
     stored += part_bytes(layout.adapters)  # which are the user's, not the model's
     options = layout.slots(1).options.packed.shape[1]
     for program in programs_of(llm):
