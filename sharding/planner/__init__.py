@@ -4,7 +4,7 @@ Plain arithmetic on sizes; it reads data files of this folder, and imports nothi
 schedules next to it. Start at `search.py` (which plans there are, and their ranking), then `plans.py` (what a plan
 takes), then `costs.py` (what a pass through some layers takes: a roofline, and alpha-beta links) and `exchanges.py`
 (what devices send one another). `shapes.py` describes models, `hardware.py` devices, and `catalogue.py` reads both from
-`data/`.
+`data/`. `tiers.py` knows what comes from the host or a disk.
 """
 
 from jaxinfer.sharding.planner.catalogue import Catalogue

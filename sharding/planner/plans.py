@@ -10,6 +10,10 @@ A plan is a mesh, a schedule of micro-batches, and where weights and the KV cach
   batching.
 
 The first three take a batch of requests from its beginning to its end; `cohorts` is a steady state.
+
+The KV cache of running requests can be on the host (`kv_offload`): of streamed weights, a layer then runs on slices of
+the rows. Prompts that the devices forget can be kept there or on disk (`host_kv`, `disk_kv`): of `cohorts`, those that
+come again are read back.
 """
 
 import dataclasses
@@ -17,11 +21,12 @@ import functools
 import math
 from typing import Literal
 
-from jaxinfer.sharding.planner.costs import Fetched, Format, Runner, Seconds, System, Tokens
+from jaxinfer.sharding.planner.costs import Fetched, Format, Runner, Seconds, System, Tokens, overlapped
 from jaxinfer.sharding.planner.hardware import Device, Ways
 from jaxinfer.sharding.planner.memory import (
     Memory,
     Step,
+    kept_bytes,
     kv_bytes,
     outer_bytes,
     request_bytes,
@@ -29,6 +34,7 @@ from jaxinfer.sharding.planner.memory import (
     work_bytes,
 )
 from jaxinfer.sharding.planner.shapes import ModelShape
+from jaxinfer.sharding.planner.tiers import SLICES, Restored, Tier, disk_rate, rate, restore
 from jaxinfer.sharding.schedules import chunk_sizes, drained_stride, queued_stride
 
 USABLE = 0.9
@@ -37,7 +43,6 @@ BUFFERS = 2
 """Layers in a device's memory while weights are streamed: one computes, one is fetched."""
 
 Schedule = Literal["hybrid", "drained", "chunks", "cohorts"]
-Tier = Literal["device", "host", "disk"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,16 +53,25 @@ class Workload:
       batch: how many.
       prompt: tokens of each prompt.
       generate: tokens that each generates.
+      hit_rate: share of a prompt's tokens, its first, that earlier requests had and the devices have forgotten.
     """
 
     batch: int
     prompt: int
     generate: int
+    hit_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1:
+        for name in ("batch", "prompt", "generate"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"Workload.{name} must be an integer >= 1, got {value}.")
+        if not 0 <= self.hit_rate < 1:
+            raise ValueError(f"Workload.hit_rate must be in [0, 1), got {self.hit_rate}.")
+
+    @property
+    def known(self) -> float:
+        """The tokens of a prompt that earlier requests had."""
+        return self.hit_rate * self.prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +82,10 @@ class Plan:
       prompt_micro_batches: of a lane's prompts.
       micro_batches: of generation in a lane.
       chunk: tokens of a prompt's chunk; of `cohorts`, of all prompts in a step.
+      at_once: requests of a lane that have room at the same time, of `cohorts`; the others wait. 0: all have.
       weights: where the layers are.
-      cache: where the KV cache is.
+      cache: where the KV cache of running requests is.
+      prefixes: where prompts stay that the devices forget; "device": nowhere.
     """
 
     ways: Ways
@@ -77,8 +93,15 @@ class Plan:
     prompt_micro_batches: int = 1
     micro_batches: int = 1
     chunk: int = 0
+    at_once: int = 0
     weights: Tier = "device"
     cache: Tier = "device"
+    prefixes: Tier = "device"
+
+    @property
+    def tiers(self) -> tuple[Tier, Tier, Tier]:
+        """Where weights, the cache and forgotten prompts are."""
+        return self.weights, self.cache, self.prefixes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,20 +164,31 @@ class _Predictor:
         return self.plan.ways.pipeline
 
     @functools.cached_property
-    def sequences(self) -> int:
+    def requests(self) -> int:
         """Requests of a lane."""
         return math.ceil(self.workload.batch / self.plan.ways.data)
 
     @functools.cached_property
+    def sequences(self) -> int:
+        """The requests of a lane that have room."""
+        return min(self.requests, self.plan.at_once or self.requests)
+
+    @functools.cached_property
+    def resident(self) -> Runner:
+        """The model, as if all of it were on its devices."""
+        return Runner(model=self.model, device=self.device, system=self.system, ways=self.plan.ways, format=self.form)
+
+    @functools.cached_property
     def runner(self) -> Runner:
-        here = min(self.plan.ways.size, self.device.node)
-        rates = {"device": None, "host": self.device.host_link, "disk": self.device.disk / here}
-        runner = Runner(model=self.model, device=self.device, system=self.system, ways=self.plan.ways, format=self.form)
-        fetched = Fetched(cache=rates[self.plan.cache])
-        if (rate := rates[self.plan.weights]) is not None:
-            layers = sum(layer.count * runner.shared_bytes(layer) for layer in self.model.layers)
-            fetched = dataclasses.replace(fetched, layers_s=layers / rate, experts=rate)
-        return dataclasses.replace(runner, fetched=fetched)
+        """The model, with what comes to its devices in each pass."""
+        plan, fetched = self.plan, Fetched(slices=self.slices)
+        if plan.cache != "device":
+            fetched = dataclasses.replace(fetched, cache=rate(self.device, plan.ways, plan.cache))
+        if plan.weights != "device":
+            from_tier = rate(self.device, plan.ways, plan.weights)
+            layers = sum(layer.count * self.resident.shared_bytes(layer) for layer in self.model.layers)
+            fetched = dataclasses.replace(fetched, layers_s=layers / from_tier, experts=from_tier)
+        return dataclasses.replace(self.resident, fetched=fetched)
 
     def prediction(self) -> Prediction:
         if self.plan.schedule == "cohorts":
@@ -216,17 +250,33 @@ class _Predictor:
         """Return the seconds until a new request's first token and between tokens, and the share that generates.
 
         In a steady state as many prompts begin as end. A step reads at most `chunk` tokens of prompts: if they bring
-        more, requests wait, and fewer than the cohort's generate.
+        more, or have no room, requests wait, and fewer than the cohort's generate.
         """
-        prompt, generate = self.workload.prompt, self.workload.generate
-        cohort, size = math.ceil(self.sequences / self.stages), min(self.workload.prompt, self.plan.chunk)
-        rows = min(cohort, self.plan.chunk * generate / prompt)
-        new = rows / generate  # prompts that begin in a step
-        steady = [self._generated(rows), Tokens(count=new * prompt, sequences=new, context=prompt / 2)]
-        each = self._in_flight(steady, rows) * self.stages
-        chunk = self._in_flight([self._generated(rows), Tokens(count=size, sequences=1, context=prompt / 2)], rows)
-        first = chunk * math.ceil(prompt / size) + Seconds(bubble=chunk.total * (self.stages - 1))
+        work, back, restored = self.workload, self.restored, self.workload.known * self.restored.share
+        computed = work.prompt - restored  # as is what a device computes while the rest is read
+        after = work.prompt - (work.known if back.share else 0.0)
+        cohort, size = math.ceil(self.requests / self.stages), min(after, self.plan.chunk)
+        rows = min(math.ceil(self.sequences / self.stages), self.plan.chunk * work.generate / computed)
+        new = rows / work.generate  # prompts that begin in a step
+        prompts = Tokens(count=new * computed, sequences=new, context=restored + computed / 2)
+        each = self._in_flight([self._generated(rows), prompts], rows)
+        each = overlapped(each + Seconds(fetch=new * back.write), new * back.read) * self.stages
+        part = Tokens(count=size, sequences=1, context=work.prompt - after / 2)
+        chunk = self._in_flight([self._generated(rows), part], rows)
+        first = chunk * math.ceil(after / size) + Seconds(fetch=back.wait, bubble=chunk.total * (self.stages - 1))
         return first + each * ((cohort - rows) / new), each, rows / cohort
+
+    @functools.cached_property
+    def restored(self) -> Restored:
+        """The part of a prompt's known tokens that comes back."""
+        known = self.workload.known
+        if not known or self.plan.prefixes == "device":
+            return Restored()
+        size = known * kv_bytes(self.resident, 1, 0)
+        compute = self.runner.turn([Tokens(count=known, sequences=1, context=known / 2)], rows=1).total
+        ways, device = self.plan.ways, self.device
+        read = size / disk_rate(device, ways) if self.plan.prefixes == "disk" else 0.0
+        return restore(compute=compute, read=read, write=size / rate(device, ways, "host"))
 
     def _in_flight(self, batch: list[Tokens], rows: float) -> Seconds:
         """The seconds of a step while another batch is being sent."""
@@ -235,29 +285,54 @@ class _Predictor:
 
     def memory(self) -> Memory:
         """The bytes that the plan needs."""
-        runner, length = self.runner, self.workload.prompt + self.workload.generate
-        cache = kv_bytes(runner, self.sequences * length, self.sequences)
-        micro_batch = math.ceil(self.sequences / self.plan.micro_batches) / self.sequences
-        fetched = micro_batch * cache / math.ceil(self.model.depth / self.stages)  # of a layer
+        runner, plan, work = self.resident, self.plan, self.workload
+        cache = kv_bytes(runner, self.sequences * self._length, self.sequences + 1)
         of_all = dict.fromkeys(("device", "host", "disk"), 0.0)
-        streamed = self.plan.weights != "device"
-        if streamed:  # a copy in each node, or one over several
-            copies = max(1, self.plan.ways.size // max(self.plan.ways.slices, self.device.node))
-            of_all[self.plan.weights] += copies * self.model.params * self.form.weight_bytes
-        if self.plan.cache != "device":
-            of_all[self.plan.cache] += cache * self.plan.ways.size
+        if plan.weights != "device":  # a copy in each node, or one over several
+            copies = max(1, plan.ways.size // max(plan.ways.slices, self.device.node))
+            of_all[plan.weights] += copies * self.model.params * self.form.weight_bytes
+        of_all[plan.cache] += cache * plan.ways.size
+        of_all[plan.prefixes] += work.batch * work.known * kept_bytes(runner)  # at least those of running requests
+        there = cache if plan.cache == "device" else self._layers_there * self._row_bytes
+        return dataclasses.replace(self._beside_cache, cache=there, host=of_all["host"], disk=of_all["disk"])
+
+    @functools.cached_property
+    def slices(self) -> int:
+        """In how many slices of the rows a streamed layer runs, if the cache is on the host: as few as have room."""
+        if self.plan.weights == "device" or self.plan.cache == "device":
+            return 1
+        room = USABLE * self.device.memory - self._beside_cache.device
+        rows = min(max(int(room / (SLICES * self._row_bytes)), 1), self.sequences)
+        return math.ceil(self.sequences / rows)
+
+    @property
+    def _layers_there(self) -> int:
+        """The caches on a device if the others are on the host, each of a layer and a request.
+
+        With the weights on the device, those of a micro-batch compute and others come (DeepSpeed Inference, IV-C2).
+        """
+        if self.plan.weights == "device":
+            return BUFFERS * math.ceil(self.sequences / self.plan.micro_batches)
+        return SLICES * math.ceil(self.sequences / self.slices)
+
+    @property
+    def _row_bytes(self) -> float:
+        """The bytes of a request's cache in a layer, on one device."""
+        return kv_bytes(self.resident, self._length, 1) / math.ceil(self.model.depth / self.stages)
+
+    @property
+    def _length(self) -> int:
+        return self.workload.prompt + self.workload.generate
+
+    @functools.cached_property
+    def _beside_cache(self) -> Memory:
+        """The bytes of a device that do not depend on where the cache is."""
+        runner, step = self.resident, self._step()
         weights = weight_bytes(runner)
-        if streamed:
+        if self.plan.weights != "device":
             weights = outer_bytes(runner) + BUFFERS * max(map(runner.streamed_bytes, self.model.layers))
-        step = self._step()
-        return Memory(
-            weights=weights,
-            cache=cache if self.plan.cache == "device" else BUFFERS * fetched,
-            requests=request_bytes(runner, step, slots=self.sequences, context=length),
-            work=work_bytes(runner, step),
-            host=of_all["host"],
-            disk=of_all["disk"],
-        )
+        requests = request_bytes(runner, step, slots=self.sequences, context=self._length)
+        return Memory(weights=weights, cache=0.0, requests=requests, work=work_bytes(runner, step))
 
     def _step(self) -> Step:
         """Make the largest step of a lane."""

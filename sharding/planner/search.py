@@ -1,5 +1,6 @@
 """Which plans there are for a number of devices, and which of those that fit are best."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -7,8 +8,9 @@ from typing import Literal
 
 from jaxinfer.sharding.planner.costs import Format, System
 from jaxinfer.sharding.planner.hardware import Device, Ways
-from jaxinfer.sharding.planner.plans import Plan, Prediction, Schedule, Tier, Workload, memory_of, missing, predict
+from jaxinfer.sharding.planner.plans import Plan, Prediction, Workload, memory_of, missing, predict
 from jaxinfer.sharding.planner.shapes import ModelShape
+from jaxinfer.sharding.planner.tiers import Tier
 
 PER_STAGE = (1, 2, 4)
 """Micro-batches of prompts per stage."""
@@ -44,11 +46,22 @@ def plans(model: ModelShape, devices: int, workload: Workload) -> Iterator[Plan]
         if ways.data > workload.batch:
             continue
         for plan in _schedules(ways, workload):
-            yield plan
-            yield dataclasses.replace(plan, cache="host")
-            if ways.pipeline == 1 and (devices == 1 or not model.experts):  # as the engine streams
-                for tier in ("host", "disk"):
-                    yield dataclasses.replace(plan, weights=tier)
+            yield from _tiers(model, plan, workload)
+
+
+def _tiers(model: ModelShape, plan: Plan, workload: Workload) -> Iterator[Plan]:
+    """Yield a plan with weights, the cache and known prompts in each tier that jaxinfer's engine has for it."""
+    ways, weights = plan.ways, list[Tier](["device"])
+    if ways.pipeline == 1 and (ways.size == 1 or not model.experts):
+        weights += ["host", "disk"]
+    for tier in weights:
+        placed = dataclasses.replace(plan, weights=tier)
+        yield placed
+        if tier != "device" and model.has_equal_pages:
+            yield dataclasses.replace(placed, cache="host")
+        if workload.hit_rate and plan.schedule == "cohorts" and not model.has_states:
+            for prefixes in ("host", "disk"):
+                yield dataclasses.replace(placed, prefixes=prefixes)
 
 
 def _schedules(ways: Ways, workload: Workload) -> Iterator[Plan]:
@@ -74,9 +87,7 @@ def rank(
     *,
     by: Order = "throughput",
 ) -> list[Prediction]:
-    """Predict all plans that fit, best first.
-
-    Weights are streamed, and the KV cache is on the host, only in meshes where nothing else fits.
+    """Predict all plans that fit, best first. Where not all requests have room, some wait.
 
     Raises NothingFitsError, which says what would.
     """
@@ -99,49 +110,49 @@ def rank(
 def _fitting(
     model: ModelShape, device: Device, devices: int, system: System, form: Format, workload: Workload
 ) -> tuple[list[Prediction], str]:
-    """Return the predictions that fit, of each mesh those of the nearest tiers; and what the smallest one lacks."""
-    best: dict[tuple[Ways, Schedule], tuple[float, list[Prediction]]] = {}
-    smallest, reason = math.inf, f"another number of devices: no mesh of {devices} divides its {model.heads} heads"
+    """Return the predictions that fit, and what the smallest of the others lacks."""
+    fitting, smallest = list[Prediction](), math.inf
+    reason = f"another number of devices: no mesh of {devices} divides its {model.heads} heads"
+
+    def lacking(plan: Plan) -> str:
+        return missing(device, plan, memory_of(model, device, system, form, plan, workload))
+
     for plan in plans(model, devices, workload):
+        if lacking(plan) and plan.schedule == "cohorts":
+            plan = _most_at_once(plan, workload, lacking)
         made = predict(model, device, system, form, plan, workload)
-        if lacking := missing(device, plan, made.memory):
-            if made.memory.device < smallest:
-                smallest, reason = made.memory.device, lacking
-            continue
-        key: tuple[Ways, Schedule] = plan.ways, plan.schedule
-        far = _distance(plan.weights) + _distance(plan.cache) / 2
-        if key not in best or far < best[key][0]:
-            best[key] = far, [made]
-        elif far == best[key][0]:
-            best[key][1].append(made)
-    kept = [made for _, there in best.values() for made in there]
-    if any(made.plan.weights == "device" for made in kept):
-        kept = [made for made in kept if made.plan.weights == "device"]
-    return kept, reason
+        if not (lacks := missing(device, plan, made.memory)):
+            fitting.append(made)
+        elif made.memory.device < smallest:
+            smallest, reason = made.memory.device, lacks
+    return fitting, reason
 
 
-def _distance(tier: Tier) -> int:
-    return ("device", "host", "disk").index(tier)
+def _most_at_once(plan: Plan, workload: Workload, lacking: Callable[[Plan], str]) -> Plan:
+    """Make a plan run as many requests at once as have room, at least one."""
+
+    def limited(count: int) -> Plan:
+        return dataclasses.replace(plan, at_once=count, micro_batches=min(plan.micro_batches, count))
+
+    requests = math.ceil(workload.batch / plan.ways.data)
+    most = bisect.bisect_left(range(1, requests), True, key=lambda count: bool(lacking(limited(count))))
+    return limited(max(most, 1))
 
 
 def _advice(
     model: ModelShape, device: Device, devices: int, system: System, form: Format, workload: Workload
 ) -> list[str]:
-    """Say what would fit: fewer requests, smaller weights, more devices."""
+    """Say what would fit: smaller weights, more devices."""
 
-    def fits(devices: int = devices, form: Format = form, batch: int = workload.batch) -> bool:
-        work = dataclasses.replace(workload, batch=batch)
+    def fits(devices: int = devices, form: Format = form) -> bool:
+        least = (dataclasses.replace(plan, at_once=1) for plan in plans(model, devices, workload))
         return any(
-            not missing(device, plan, memory_of(model, device, system, form, plan, work))
-            for plan in plans(model, devices, work)
+            plan.schedule == "cohorts"
+            and not missing(device, plan, memory_of(model, device, system, form, plan, workload))
+            for plan in least
         )
 
     advice = []
-    batch = workload.batch // 2
-    while batch and not fits(batch=batch):
-        batch //= 2
-    if batch:
-        advice.append(f"with --batch {batch}")
     for name, smaller in FORMATS.items():
         if name and smaller.weight_bytes < form.weight_bytes and fits(form=smaller):
             advice.append(f"with --quantize {name}")

@@ -10,6 +10,7 @@ from jaxinfer.cli.plan.devices import dollars
 from jaxinfer.sharding import MeshConfig, read_mesh
 from jaxinfer.sharding.planner import Catalogue, Workload, rank
 from jaxinfer.sharding.planner.search import FORMATS
+from jaxinfer.streaming.config import MemoryConfig
 
 PAPER = ("--model", "lm-175b", "--devices", "a100-40:16", "--batch", 24, "--prompt", 512, "--generate", 50)
 
@@ -53,6 +54,32 @@ def test_the_best_mesh_is_written_and_can_be_read(tmp_path):
     assert read_mesh(file).memory == {"weights": "host"}
 
 
+def written(file, *arguments):
+    """The options of memory in the file that is written; they are such that an engine takes them."""
+    run(*arguments, "--write", file)
+    memory = read_mesh(file).memory
+    return memory, MemoryConfig.from_options(memory)
+
+
+def test_tiers_are_rows_with_what_they_gain_and_options_of_the_file(tmp_path):
+    large = ("--model", "gpt-50b", "--devices", "a100-40", "--batch", 256, "--prompt", 512, "--generate", 512)
+    text = run(*large).stdout
+    assert re.search(r"cohorts 512, \d+ at once, weights on", text)
+    assert re.search(r"kv_offload: 3\.\d+ times the tokens/s of the best plan without it", text.replace("\n", " "))
+    assert "With --hit-rate, the share of prompts that come again" in text
+    memory, config = written(tmp_path / "offload.toml", *large)
+    each = 62 * 2 * 8192 * 2
+    assert memory == {"weights": "host", "kv_offload": 256 * 1024 * each}
+    assert config.kv_offload == 256 * 1024 * each
+    known = ("--model", "llama-3.1-8b", "--devices", "h200", "--batch", 64, "--prompt", 4096, "--hit-rate", 0.75)
+    text = run(*known).stdout
+    assert re.search(r"cohorts \d+, host_kv", text)
+    assert re.search(r"host_kv: 2\.\d+ times the tokens/s of the best plan", text.replace("\n", " "))
+    assert "weights on disk, host_kv" not in text  # nor other tiers of prompts where the weights need none
+    memory, config = written(tmp_path / "known.toml", *known)
+    assert memory.keys() in ({"host_kv"}, {"disk_kv", "disk_kv_limit"})
+
+
 def test_a_price_changes_the_bill_and_none_is_made_up():
     cheap, dear = (run(*PAPER, "--price", price).stdout for price in (1, 10))
     bills = [float(re.search(r"(\S+) *$", text.splitlines()[4])[1].replace(",", "")) for text in (cheap, dear)]
@@ -81,12 +108,6 @@ def test_notes_say_what_tiers_keep_and_which_experts_are_read():
     assert re.search(r"A pass over 64 tokens reads 12\d of a layer's 128 experts", mixture)
 
 
-def test_a_cache_on_the_host_is_not_how_jaxinfer_runs():
-    text = run("--model", "lm-175b", "--devices", "a100-40:16", "--batch", 160, "--prompt", 2048).stdout
-    assert "cache on host" in text
-    assert "lower --batch" in text
-
-
 def test_a_model_of_a_directory_is_planned(model_dir):
     text = run(model_dir, "--devices", "a100-40:2", "--quantize", "int8").stdout
     assert f"{model_dir} (0.0B, 8 bits) on 2 a100-40" in text.replace("\n", "")
@@ -105,6 +126,7 @@ def test_a_model_of_a_directory_is_planned(model_dir):
         (("--model", "lm-175b", "--devices", "h200:8", "--batch", 0), "--batch must be an integer >= 1, got 0"),
         (("--model", "lm-175b", "--devices", "h200:8", "--by", "speed"), "--by must be one of throughput, ttft, tpot"),
         (("--model", "lm-175b", "--devices", "h200:8", "--price", -1), "--price must be dollars per device and hour"),
+        (("--model", "lm-175b", "--devices", "h200:8", "--hit-rate", 1), "--hit-rate must be a share in [0, 1)"),
         (("--model", "lm-175b", "--devices", "h200:8", "--quantize", "fp8"), "known: int8, int4"),
         (("--model", "lm-175b", "--devices", "h200:8", "--mesh", "tensor=8"), "leave out --mesh"),
         (("--model", "lm-175b", "--devices", "h200:8", "--plot", "plans.txt"), "must end in"),

@@ -1,11 +1,14 @@
 """The planner: sizes, rooflines, schedules, memory, and which plans fit."""
 
+import ast
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import pytest
 
-from jaxinfer.sharding import schedules
+from jaxinfer.sharding import planner, schedules
 from jaxinfer.sharding.planner import (
     Catalogue,
     Fetched,
@@ -20,8 +23,10 @@ from jaxinfer.sharding.planner import (
 )
 from jaxinfer.sharding.planner.costs import Format, Runner, Tokens, imbalance
 from jaxinfer.sharding.planner.exchanges import Exchange
+from jaxinfer.sharding.planner.memory import kv_bytes
 from jaxinfer.sharding.planner.plans import USABLE, missing
 from jaxinfer.sharding.planner.search import FORMATS, meshes, plans
+from jaxinfer.sharding.planner.tiers import restore
 
 CATALOGUE = Catalogue.read()
 A100 = CATALOGUE.device("a100-40")
@@ -29,6 +34,21 @@ IDEAL = System(name="ideal", bandwidth_share=1.0, flops_share=1.0, layer_s=0.0)
 DEEPSPEED = CATALOGUE.systems["deepspeed-fp16"]
 FAR = dataclasses.replace(A100, link=math.inf, network=math.inf)
 """Devices to which sending takes no time."""
+
+
+def test_the_planner_is_plain_python():
+    """Nothing of jaxinfer but the pipeline's schedules, and no other package."""
+    names = set()
+    for file in Path(planner.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+    rest = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert {name for name in rest if not name.startswith("jaxinfer.sharding.planner")} == {
+        "jaxinfer.sharding.schedules"
+    }
 
 
 def predicted(model, plan, workload, system=DEEPSPEED, device=A100, form=None):
@@ -54,6 +74,7 @@ def predicted(model, plan, workload, system=DEEPSPEED, device=A100, form=None):
         ("qwen3-30b-a3b", 30.5),
         ("qwen3-235b-a22b", 235.1),
         ("deepseek-v3", 671.0),
+        ("qwen3-next-80b-a3b", 79.7),
     ],
 )
 def test_models_have_their_published_parameters(name, billions):
@@ -66,6 +87,24 @@ def test_a_latent_cache_and_windows_are_small():
     assert sum(layer.count for layer in latent.layers if layer.experts) == 58
     windowed = [layer for layer in CATALOGUE.model("gpt-oss-20b").layers if layer.window]
     assert (sum(layer.count for layer in windowed), windowed[0].seen(1000.0)) == (12, 128)
+
+
+def test_a_recurrent_state_does_not_grow_with_the_context():
+    """Qwen3-Next's, by the numbers of its config: 32 heads of 128 x 128, and three inputs of the convolution."""
+    model = CATALOGUE.model("qwen3-next-80b-a3b")
+    state = next(layer for layer in model.layers if layer.state_values)
+    assert (state.count, state.state_values, state.conv_values, state.kv_values) == (36, 32 * 128 * 128, 3 * 8192, 0)
+    runner = Runner(model=model, device=FAR, system=IDEAL, ways=Ways(tensor=2), format=Format())
+    short, long = (Tokens(count=8, sequences=8, context=context) for context in (10, 100_000))
+    assert runner.cache_bytes(state, [short]) == runner.cache_bytes(state, [long]) == 8 * (2**21 + 3 * 8192 * 2)
+    assert runner.layer(state, (short,)) == runner.layer(state, (long,))
+    assert kv_bytes(runner, 0, 3) == 36 * 3 * runner.state_bytes(state)
+    plain = dataclasses.replace(state, state_flops=0)
+    prompt = (Tokens(count=10_000, sequences=1, context=5000),)
+    with_rule, without = (runner.layer(layer, prompt).compute for layer in (state, plain))
+    assert with_rule - without == pytest.approx(10_000 * state.state_flops / 2 / FAR.flops)
+    assert 1.3 < state.state_flops / (7 * state.state_values) < 1.6  # 7: of one token after the other
+    assert {ways.slices for ways in meshes(model, 32)} == {1, 2, 4, 8, 16}
 
 
 def test_an_unknown_field_or_name_is_named():
@@ -265,16 +304,78 @@ def test_plans_are_ranked_by_what_was_asked():
     assert made["tpot"][0].each.total == min(each.each.total for each in made["throughput"])
     for each in made["ttft"]:
         assert not missing(A100, each.plan, each.memory)
-        assert each.plan.weights == "device"
+    assert {each.plan.tiers for each in made["throughput"][:20]} == {("device", "device", "device")}
+    assert not [each for each in made["tpot"] if each.plan.at_once]
     assert {each.plan.schedule for each in made["ttft"]} == {"hybrid", "cohorts"}  # no prompt is longer than a chunk
 
 
 def test_too_large_a_model_streams_where_it_can():
     work, model = Workload(batch=8, prompt=512, generate=50), CATALOGUE.model("lm-175b")
     made = rank(model, A100, 4, DEEPSPEED, Format(), work)
-    assert {each.plan.weights for each in made} == {"host"}
+    assert {each.plan.weights for each in made} == {"host", "disk"}
+    assert {each.plan.cache for each in made} == {"device", "host"}
     assert {each.plan.ways.pipeline for each in made} == {1}
-    assert made[0].each.bound == "fetch"
+    assert (made[0].plan.weights, made[0].plan.cache, made[0].each.bound) == ("host", "device", "fetch")
+
+
+def test_more_requests_than_have_room_run_in_slices_over_a_cache_on_the_host():
+    """Each slice reads the layer's weights again; three slices of one layer's cache are on the device."""
+    work, model = Workload(batch=256, prompt=512, generate=512), CATALOGUE.model("gpt-50b")
+    made = rank(model, A100, 1, DEEPSPEED, Format(), work)
+    assert all(each.memory.device <= USABLE * A100.memory for each in made)
+    best, few = made[0], next(each for each in made if each.plan.cache == "device")
+    assert best.plan.tiers == ("host", "host", "device")
+    assert best.tokens_per_s > 1.5 * few.tokens_per_s
+    assert 1 < few.plan.at_once < 256
+    one, two = (
+        Runner(model=model, device=FAR, system=IDEAL, ways=Ways(), format=Format(), fetched=Fetched(slices=count))
+        for count in (1, 2)
+    )
+    rows = [Tokens(count=64, sequences=64, context=512)]
+    layers = sum(layer.count * one.shared_bytes(layer) for layer in model.layers)
+    read_again = two.stage(rows, rows=64).memory - one.stage(rows, rows=64).memory
+    assert read_again == pytest.approx(layers / FAR.bandwidth)
+
+
+def test_pages_of_unequal_layers_and_states_stay_on_devices():
+    work = Workload(batch=2, prompt=64, generate=8, hit_rate=0.5)
+    for name, tiers in (("qwen3-next-80b-a3b", {"device"}), ("gpt-oss-20b", {"device", "host", "disk"})):
+        made = list(plans(CATALOGUE.model(name), 1, work))
+        assert {plan.prefixes for plan in made} == tiers
+    streamed = [plan.cache for plan in plans(CATALOGUE.model("qwen3-next-80b-a3b"), 1, work) if plan.weights == "host"]
+    assert set(streamed) == {"device"}
+
+
+def test_prompts_that_come_again_are_read_back():
+    model, work = CATALOGUE.model("llama-3.1-8b"), Workload(batch=64, prompt=4096, generate=64, hit_rate=0.75)
+    h200 = CATALOGUE.device("h200")
+    plan = Plan(ways=Ways(), schedule="cohorts", chunk=2048)
+    none, host, disk = (
+        predicted(model, dataclasses.replace(plan, prefixes=tier), work, device=h200)
+        for tier in ("device", "host", "disk")
+    )
+    assert none == dataclasses.replace(
+        predicted(model, plan, dataclasses.replace(work, hit_rate=0.0), device=h200), plan=none.plan
+    )
+    assert host.tokens_per_s > 2 * none.tokens_per_s
+    assert host.first.total < none.first.total / 2
+    assert disk.tokens_per_s <= host.tokens_per_s
+    assert host.memory.host == pytest.approx(64 * 0.75 * 4096 * 32 * 2 * 8 * 128 * 2)
+    assert host.memory.device == none.memory.device
+    slow = dataclasses.replace(h200, host_link=1e8, disk=1e8)
+    for tier in ("host", "disk"):
+        there = predicted(model, dataclasses.replace(plan, prefixes=tier), work, device=slow)
+        assert there.tokens_per_s >= predicted(model, plan, work, device=slow).tokens_per_s  # it computes instead
+
+
+@pytest.mark.parametrize("read", [0.0, 0.1, 1.0, 2.0, 30.0])
+@pytest.mark.parametrize("write", [0.1, 5.0])
+def test_no_prompt_waits_longer_than_computing_takes(read, write):
+    back = restore(compute=2.0, read=read, write=write)
+    assert back.wait <= min(2.0, read + write)
+    assert (back.share == 0) == (back.wait == 0)
+    if back.share not in (0, 1):  # computing and reading take equally long
+        assert 2.0 * (1 - back.share) == pytest.approx(back.read)
 
 
 def test_what_does_not_fit_says_what_would():
@@ -283,11 +384,21 @@ def test_what_does_not_fit_says_what_would():
         NothingFitsError, match=r"deepseek-v3 does not fit on 8 a100-40 .* It would fit .*on a100-40:\d+"
     ):
         rank(model, A100, 8, DEEPSPEED, Format(), work)
-    small = Workload(batch=512, prompt=8000, generate=192)
-    with pytest.raises(NothingFitsError, match=r"with --batch \d+") as error:
-        rank(CATALOGUE.model("lm-175b"), A100, 16, DEEPSPEED, Format(), small)
-    batch = int(str(error.value).partition("--batch ")[2].partition(";")[0].rstrip("."))
-    assert rank(CATALOGUE.model("lm-175b"), A100, 16, DEEPSPEED, Format(), dataclasses.replace(small, batch=batch))
+    with pytest.raises(NothingFitsError, match="It would fit with --quantize int8; on h200:4"):
+        rank(CATALOGUE.model("qwen3-235b-a22b"), CATALOGUE.device("h200"), 2, DEEPSPEED, Format(), work)
+
+
+def test_requests_that_have_no_room_wait():
+    """As many run at once as have room; the others of the closed loop are in the time to the first token (Little)."""
+    work, model = Workload(batch=512, prompt=1024, generate=256), CATALOGUE.model("gpt-13b")
+    made = rank(model, A100, 1, DEEPSPEED, Format(), work)
+    best = made[0]
+    assert (best.plan.schedule, best.plan.weights) == ("cohorts", "device")
+    assert not missing(A100, best.plan, best.memory)
+    more = dataclasses.replace(best.plan, at_once=best.plan.at_once + 1)
+    assert missing(A100, more, predicted(model, more, work).memory)
+    in_system = best.tokens_per_s / 256 * (best.first.total + 256 * best.each.total)
+    assert in_system == pytest.approx(512, rel=0.05)
 
 
 def test_all_schedules_are_enumerated():
@@ -307,3 +418,5 @@ def test_int8_halves_what_is_read():
 def test_workloads_are_checked():
     with pytest.raises(ValueError, match=r"Workload\.generate must be an integer >= 1, got 0"):
         Workload(batch=1, prompt=1, generate=0)
+    with pytest.raises(ValueError, match=r"Workload\.hit_rate must be in \[0, 1\), got 1"):
+        Workload(batch=1, prompt=1, generate=1, hit_rate=1)

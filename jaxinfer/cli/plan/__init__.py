@@ -22,7 +22,7 @@ from jaxinfer.cli.common import (
 from jaxinfer.cli.gantt import TERMINAL, GanttOptions, draw
 from jaxinfer.cli.plan.devices import DeviceOptions, plan_devices
 from jaxinfer.cli.plan.fleet import FleetOptions, plan_fleet
-from jaxinfer.cli.plan.notes import cache_note, expert_note
+from jaxinfer.cli.plan.notes import cache_note, expert_note, offload_note
 from jaxinfer.cli.plan.options import (
     AttentionContextOption,
     BatchOption,
@@ -31,6 +31,7 @@ from jaxinfer.cli.plan.options import (
     DevicesOption,
     GanttOption,
     GenerateOption,
+    HitRateOption,
     MicroBatchesOption,
     NamedOption,
     PlotOption,
@@ -69,11 +70,11 @@ PREDICTED = (
 )
 """Options of a model's prediction."""
 OF_DEVICES = {"named": None, "batch": 1, "prompt": 512, "generate": 128, "by": "throughput", "price": None}
-OF_DEVICES |= {"write": None, "plot": None}
+OF_DEVICES |= {"hit_rate": 0.0, "write": None, "plot": None}
 """Options that --devices takes, and their defaults; MODEL and --quantize too."""
 OF_FLEETS = ("trace", "rate", "slo")
 """Options that size a fleet of devices."""
-OF_BATCHES = ("batch", "by", "plot")
+OF_BATCHES = ("batch", "hit_rate", "by", "plot")
 """Options of a batch on devices, of which a fleet has no use."""
 
 
@@ -85,6 +86,7 @@ def plan(
     batch: BatchOption = None,
     prompt: PromptOption = None,
     generate: GenerateOption = None,
+    hit_rate: HitRateOption = None,
     by: ByOption = None,
     price: PriceOption = None,
     write: WriteOption = None,
@@ -160,7 +162,7 @@ def _rank(ctx: typer.Context, devices: str) -> None:
         plan_devices(given)
         return
     for name in _given(ctx, OF_BATCHES):
-        raise ValueError(f"--trace sizes a fleet, which finds its own batch: leave out {_option(name)}.")
+        raise ValueError(f"--trace sizes a fleet, and does not take options of one batch: leave out {_option(name)}.")
     for name in ("trace", "slo"):
         if name not in fleet:
             raise ValueError(f"A fleet needs --{name} too, such as {FleetOptions.EXAMPLES[name]}.")
@@ -221,9 +223,11 @@ def _predict(
     links = "".join(f"{decimal(int(rate))}/s from {tier} to all devices, " for tier, rate in planned.bandwidths.items())
     typer.echo(f"{links}{figure(planned.runner.device.flops / 1e12, 3)} TFLOP/s of each device.")
     typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
-    for note in (expert_note(planned.runner, best or 1), cache_note(planned.runner, context // 2, rates)):
-        if note:
-            typer.echo(note)
+    notes = [expert_note(planned.runner, best or 1), cache_note(planned.runner, context // 2, rates)]
+    if best is not None and memory.kv_offload is None:
+        notes.append(offload_note(planned.runner, context, most, planned.balanced))
+    for note in filter(None, notes):
+        typer.echo(note)
 
 
 def _passes(planned: "PlannedPass", best: int | None, most: int) -> "Table":

@@ -1,6 +1,7 @@
 """`jaxinfer plan --devices`: which mesh and schedule suit a model on devices that need not be there."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxinfer.cli.bench.files import check_file, check_plot, write_file
-from jaxinfer.cli.plan.notes import cache_note, expert_note
+from jaxinfer.cli.plan.notes import cache_note, expert_note, tier_notes
 from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 """Plans in the table."""
+PAGE = 64
+"""Tokens to which the lengths of requests are rounded up: at least those of a page."""
 ORDERS = ("throughput", "ttft", "tpot")
 
 
@@ -38,6 +41,7 @@ class DeviceOptions:
     batch: int
     prompt: int
     generate: int
+    hit_rate: float
     by: str
     quantize: str | None
     price: float | None
@@ -61,6 +65,8 @@ class DeviceOptions:
         for name in ("batch", "prompt", "generate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be an integer >= 1, got {getattr(self, name)}.")
+        if not 0 <= self.hit_rate < 1:
+            raise ValueError(f"--hit-rate must be a share in [0, 1), such as 0.8, got {self.hit_rate}.")
         if self.write is not None:
             check_file("--write", self.write)
         if self.plot is not None:
@@ -87,35 +93,35 @@ def plan_devices(options: DeviceOptions) -> None:
         count, workload = options.count, _workload(options)
         made = rank(model, device, count, system, form, workload, by=options.by)  # type: ignore[arg-type]  # checked
     best = _best_of_each(made)
-    show(_table(best[:SHOWN], model, device, count, form, workload))
+    show(_table(_shown(best), model, device, count, form, workload))
     typer.echo(
-        f"{len(made):,} plans fit; the best of each mesh and schedule, by {options.by}. Times are predicted with "
-        f"constants of {system.name}, fitted to {system.source}; its points are off by {system.error:.0%} at most. "
-        "Errors on public figures of other systems and devices: docs/benchmarks/planner.md."
+        f"{len(made):,} plans fit; the best of each mesh, schedule and tiers, by {options.by}. Times are predicted "
+        f"with constants of {system.name}, fitted to {system.source}; its points are off by {system.error:.0%} at "
+        "most. Errors on public figures of other systems and devices: docs/benchmarks/planner.md."
     )
     runner = Runner(model=model, device=device, system=system, ways=best[0].plan.ways, format=form)
-    for note in _notes(runner, workload, best[0].plan.cache):
+    for note in _notes(runner, workload, best):
         typer.echo(note)
     say_price(device)
     if options.write is not None:
-        write_file(options.write, mesh_file(best[0], model, device, workload).encode())
+        write_file(options.write, mesh_file(best[0], runner, workload).encode())
     if options.plot is not None:
         from jaxinfer.evaluation.figures import render
 
         title = f"{model.name} on {count} {device.name}, {workload.batch} requests"
-        write_file(options.plot, render(draw(made, title), options.plot.suffix[1:]))
+        alike = [each for each in made if each.plan.weights == best[0].plan.weights]  # streams are far slower
+        write_file(options.plot, render(draw(alike, title), options.plot.suffix[1:]))
 
 
-def _notes(runner: "Runner", workload: "Workload", cache: str) -> list[str]:
-    """Say what the best mesh means for experts and tiers of the KV cache. cache: where running requests have theirs."""
+def _notes(runner: "Runner", workload: "Workload", best: "list[Prediction]") -> list[str]:
+    """Say what the best mesh means for experts and tiers of the KV cache, and what tiers gain or cost."""
+    from jaxinfer.sharding.planner.tiers import disk_rate
+
     device, ways = runner.device, runner.ways
-    rates = {"host": device.host_link * ways.slices * ways.pipeline, "disk": device.disk}
+    links, disks = (each * ways.slices * ways.pipeline for each in (device.host_link, disk_rate(device, ways)))
+    rates = {"host": links, "disk": 1 / (1 / disks + 1 / links)}  # from disks to the host, then to devices
     notes = [expert_note(runner, workload.batch), cache_note(runner, workload.prompt, rates)]
-    if cache != "device":
-        notes.append(
-            "The best plan keeps the cache of running requests on the host, as DeepSpeed Inference does. jaxinfer does "
-            "so only for streamed weights (--kv-offload): here some requests would wait, so lower --batch."
-        )
+    notes += tier_notes(best, runner, workload)
     return [note for note in notes if note]
 
 
@@ -159,15 +165,30 @@ def _model(options: DeviceOptions) -> "ModelShape":
 def _workload(options: DeviceOptions) -> "Workload":
     from jaxinfer.sharding.planner import Workload
 
-    return Workload(batch=options.batch, prompt=options.prompt, generate=options.generate)
+    return Workload(batch=options.batch, prompt=options.prompt, generate=options.generate, hit_rate=options.hit_rate)
 
 
 def _best_of_each(made: "list[Prediction]") -> "list[Prediction]":
-    """Keep the best plan of each mesh and schedule, in order."""
-    best: dict[tuple[Any, str], Prediction] = {}
+    """Keep the best plan of each mesh, schedule and tiers, in order."""
+    best: dict[Any, Prediction] = {}
     for each in made:
-        best.setdefault((each.plan.ways, each.plan.schedule), each)
+        best.setdefault((each.plan.ways, each.plan.schedule, each.plan.tiers), each)
     return list(best.values())
+
+
+def _shown(best: "list[Prediction]") -> "list[Prediction]":
+    """Choose the first plans, and the best of each combination of tiers that these do not have.
+
+    Known prompts are shown in tiers with the best plan's place of weights alone.
+    """
+    shown, tiers, weights = [], set(), best[0].plan.weights
+    for each in best:
+        plan = each.plan
+        is_alike = plan.prefixes == "device" or plan.weights == weights
+        if is_alike and (len(shown) < SHOWN or plan.tiers not in tiers):
+            shown.append(each)
+            tiers.add(plan.tiers)
+    return shown
 
 
 def _table(
@@ -205,10 +226,14 @@ def schedule_text(made: "Prediction") -> str:
         text += f" {plan.prompt_micro_batches}, {plan.micro_batches}"
     else:
         text += f" {plan.chunk}"
+    if plan.at_once:
+        text += f", {plan.at_once * plan.ways.data:,} at once"
     if plan.weights != "device":
         text += f", weights on {plan.weights}"
     if plan.cache != "device":
-        text += f", cache on {plan.cache}"
+        text += ", kv_offload"
+    if plan.prefixes != "device":
+        text += f", {plan.prefixes}_kv"
     return text
 
 
@@ -217,20 +242,47 @@ def dollars(made: "Prediction", price: float) -> float:
     return price * made.plan.ways.size / 3600 / made.tokens_per_s * 1e6
 
 
-def mesh_file(made: "Prediction", model: "ModelShape", device: "Device", workload: "Workload") -> str:
-    """Write the TOML file of a plan, for `--mesh`."""
-    ways = [f"{name} = {count}" for name, count in dataclasses.asdict(made.plan.ways).items() if count > 1]
+def mesh_file(made: "Prediction", runner: "Runner", workload: "Workload") -> str:
+    """Write the TOML file of a plan, for `--mesh`. runner: the model on its devices."""
+    model, device, plan = runner.model, runner.device, made.plan
+    ways = [f"{name} = {count}" for name, count in dataclasses.asdict(plan.ways).items() if count > 1]
     lines = [
-        f"# {model.name} on {made.plan.ways.size} {device.name}, for {workload.batch} requests of {workload.prompt} + "
-        f"{workload.generate} tokens.",
+        f"# {model.name} on {plan.ways.size} {device.name}, for {workload.batch} requests of {workload.prompt} + "
+        f"{workload.generate} tokens: --max-batch {_running(made, workload)}.",
         f"# Predicted: first token in {made.first.total:.3g} s, then one each {1e3 * made.each.total:.3g} ms, "
         f"{made.tokens_per_s:.4g} tokens/s ({schedule_text(made)}).",
         "[mesh]",
         *(ways or ["data = 1"]),
     ]
-    if made.plan.weights != "device":
-        lines += ["", "[memory]", f'weights = "{made.plan.weights}"']
+    if memory := _memory_options(made, runner, workload):
+        lines += ["", "[memory]", *(f"{name} = {value}" for name, value in memory.items())]
     return "\n".join(lines) + "\n"
+
+
+def _running(made: "Prediction", workload: "Workload") -> int:
+    """The requests of a lane that run at once."""
+    return made.plan.at_once or -(-workload.batch // made.plan.ways.data)
+
+
+def _memory_options(made: "Prediction", runner: "Runner", workload: "Workload") -> dict[str, str]:
+    """Choose the options of the file's table `[memory]`; a tier of prompts gets what a node has left."""
+    from jaxinfer.sharding.planner.memory import kept_bytes
+    from jaxinfer.sharding.planner.plans import USABLE
+
+    plan, device, options = made.plan, runner.device, dict[str, str]()
+    nodes = -(-plan.ways.size // device.node)
+    if plan.weights != "device":
+        options["weights"] = f'"{plan.weights}"'
+        if plan.cache != "device":
+            tokens = (
+                _running(made, workload) * plan.ways.data * -(-(workload.prompt + workload.generate) // PAGE) * PAGE
+            )
+            options["kv_offload"] = str(math.ceil(tokens * kept_bytes(runner)))
+    if plan.prefixes == "host":
+        options["host_kv"] = str(int(USABLE * device.host_memory - made.memory.host / nodes))
+    elif plan.prefixes == "disk":
+        options |= {"disk_kv": '"kv"', "disk_kv_limit": str(int(USABLE * device.disk_bytes - made.memory.disk / nodes))}
+    return options
 
 
 def draw(made: "list[Prediction]", title: str) -> "Figure":

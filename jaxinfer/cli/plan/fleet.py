@@ -85,7 +85,7 @@ def plan_fleet(devices: DeviceOptions, options: FleetOptions) -> None:
     if devices.write is not None:
         cheapest = fleets[0].replica
         workload = dataclasses.replace(traffic.workload, batch=cheapest.batch * cheapest.made.plan.ways.data)
-        write_file(devices.write, mesh_file(cheapest.made, model, device, workload).encode())
+        write_file(devices.write, mesh_file(cheapest.made, cheapest.runner, workload).encode())
 
 
 def _traffic(devices: DeviceOptions, options: FleetOptions) -> "Traffic":

@@ -14,6 +14,13 @@ NamedOption = Annotated[
 BatchOption = Annotated[int | None, typer.Option(help="With --devices: requests at the same time (default: 1).")]
 PromptOption = Annotated[int | None, typer.Option(help="With --devices: tokens of each prompt (default: 512).")]
 GenerateOption = Annotated[int | None, typer.Option(help="With --devices: tokens to generate (default: 128).")]
+HitRateOption = Annotated[
+    float | None,
+    typer.Option(
+        help="With --devices: share of each prompt that came before, and that devices forgot (default: 0). Ranks tiers "
+        "of the KV cache, which read it back."
+    ),
+]
 ByOption = Annotated[
     str | None, typer.Option(help="With --devices: throughput, ttft or tpot, which ranks (default: throughput).")
 ]
@@ -24,7 +31,7 @@ WriteOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --devices: write the best mesh into this TOML file.")
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With --devices: draw all plans into this .svg or .png file.")
+    Path | None, typer.Option(metavar="FILE", help="With --devices: draw the plans into this .svg or .png file.")
 ]
 TraceOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --devices: size a fleet for the arrivals of a trace.")
