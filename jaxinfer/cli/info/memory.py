@@ -4,6 +4,7 @@ import dataclasses
 
 from rich.table import Table
 
+from jaxinfer.generation.engine.config import SNAPSHOTS_PER_SEQUENCE
 from jaxinfer.generation.execution.memory import device_tenants
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.devices import bytes_per_device
@@ -63,7 +64,8 @@ def memory_of(
         fitted, leaves = stages.config, {name: there.leaf for name, there in stages.leaves(weights).items()}
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)
     cache = bytes_per_device(cached, mesh, rules)
-    states = bytes_per_device(state_leaves(fitted, weights, layout.data * (max_batch + 1)), mesh, rules)
+    rows = max_batch * (1 + SNAPSHOTS_PER_SEQUENCE) + 1
+    states = bytes_per_device(state_leaves(fitted, weights, layout.data * rows), mesh, rules)
     batch = f", batch {max_batch} of {context} tokens" if cache else ""
     token = cache * (layout.size // layout.data) / (max_batch * context) if cache else 0
     what = f"{weights.quantized or weights.dtype}{batch}"

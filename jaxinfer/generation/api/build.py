@@ -33,6 +33,7 @@ from jaxinfer.generation.engine.page_tier import PageTier
 from jaxinfer.generation.engine.pooler import Pooler
 from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoderPasses, LayerStream
@@ -115,6 +116,7 @@ def build_engine(
             adapters=adapters,
             tier=tier,
             identity=identity,
+            num_snapshots=executor.state.layout.num_snapshots,
         )
         scheduler = scheduler_of(lanes)
         restoring = restoring_of(lanes)
@@ -163,6 +165,7 @@ def decoder_lanes(
     adapters: AdapterCache | None = None,
     tier: PageTier | None = None,
     identity: Callable[[Hashable], bytes] | None = None,
+    num_snapshots: int = 0,
 ) -> list[DecoderScheduler]:
     """Make the schedulers of a decoder, one for each lane of its mesh.
 
@@ -175,6 +178,7 @@ def decoder_lanes(
       adapters: the adapters on the device; None: there is no room for any.
       tier: keeps the pages that the devices forget; None: nothing does.
       identity: hashes what a page depends on in addition to tokens; None if no tier keeps pages.
+      num_snapshots: snapshots of recurrent states of each lane; 0: the model has no states, or no prefix cache.
     """
     arrivals = itertools.count()
 
@@ -187,6 +191,7 @@ def decoder_lanes(
             adapters,
             costs=costs,
             restoring=None if tier is None else Restoring(pool, tier, costs, config.chunk_size),
+            snapshots=Snapshots(num_snapshots, pool, config.chunk_size) if num_snapshots else None,
             step_seconds=step_seconds(platform),
             arrivals=arrivals,
         )

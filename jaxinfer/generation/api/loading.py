@@ -129,8 +129,6 @@ def load_decoder(
     context = _context(context, opened.transformer.context, owner="LLM")
     opened = opened.for_context(context)
     engine_options = _adapter_options(engine_options, adapters)
-    if isinstance(opened.config, DecoderConfig) and opened.config.state_layers:  # which the prefix cache does not keep
-        engine_options = {"prefix_caching": False, **engine_options}
     config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     costs = engine_costs(opened, config.deciding_costs, kernels=config.kernels, logits_processors=logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")

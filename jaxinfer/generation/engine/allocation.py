@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, PageBlock, Restored, StepOutput, Stored
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.page_pool import Match, PagePool
+from jaxinfer.generation.engine.page_pool import Match, Node, PagePool
 from jaxinfer.generation.engine.page_tier import Load
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.restoring import Restoring, restored
+from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import SpeculationControl
 from jaxinfer.generation.lora.cache import AdapterCache
 
@@ -34,6 +35,7 @@ class Allocation:
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
       node: the last of these in the tree.
+      ends: numbers of leading tokens after which it takes a snapshot of its recurrent states, ascending.
       load: pages on their way from a tier, while it waits, or computes what is before them; None: there are none.
       meeting: how many tokens are before these pages, while it runs; else 0.
       row: its last row in a batch, which stays the same while its pages do; None before.
@@ -51,6 +53,7 @@ class Allocation:
     num_prefilled_tokens: int = 0
     num_inserted_pages: int = 0
     node: Hashable = None
+    ends: tuple[int, ...] = ()
     load: Load | None = None
     meeting: int = 0
     row: DecodeRow | None = None
@@ -61,7 +64,8 @@ class Allocation:
         """Forget all that it was given: it waits, and is computed from its first token."""
         self.slot, self.adapter_index, self.pages = -1, 0, NO_PAGES
         self.prefilling, self.num_prefilled_tokens = True, 0
-        self.num_inserted_pages, self.node, self.load, self.meeting = 0, None, None, 0
+        self.num_inserted_pages, self.node, self.ends = 0, None, ()
+        self.load, self.meeting = None, 0
         self.min_in_flight = self.max_in_flight = 0
 
     @property
@@ -75,11 +79,14 @@ class Allocation:
 
     @property
     def computable(self) -> int:
-        """Leading tokens that may be computed by now: all, or those before pages that come, unless these are late."""
+        """Leading tokens that may be computed by the end of the step.
+
+        All, those before pages that come, unless these are late, or those before a snapshot.
+        """
         load = self.load
-        if load is None or not self.meeting or (self.num_prefilled_tokens >= self.meeting and load.left <= 0):
-            return len(self.sequence.token_ids)
-        return self.meeting
+        if load is not None and self.meeting and (self.num_prefilled_tokens < self.meeting or load.left > 0):
+            return self.meeting
+        return next((end for end in self.ends if end > self.num_prefilled_tokens), len(self.sequence.token_ids))
 
     @property
     def max_remaining(self) -> int:
@@ -114,6 +121,7 @@ class Allocator:
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
       restoring: brings pages to a tier that the cache forgets, and back; None: they are forgotten.
+      snapshots: of the recurrent states, without which cached pages are of no use; None: the model has no states.
 
     Attributes:
       restored: the pages that come back from a tier in the step in preparation.
@@ -126,8 +134,10 @@ class Allocator:
         pages: PagePool,
         adapters: AdapterCache | None,
         restoring: Restoring | None = None,
+        snapshots: Snapshots | None = None,
     ):
         self.config, self.pages, self.adapters, self.restoring = config, pages, adapters, restoring
+        self.snapshots = snapshots
         self._free_slots: list[int] = []
         self._written: set[int] = set()  # pages that the step in preparation writes
         self.restored: list[Restored] = []
@@ -144,6 +154,8 @@ class Allocator:
         self.restored = []
         if self.restoring is not None:
             self.restoring.awaited = None
+        if self.snapshots is not None:
+            self.snapshots.begin_step()
 
     def admit(self, allocation: Allocation, *, spare: int, wait: bool = True) -> Admission | None:
         """Give a waiting sequence all that it needs to run; None if it has to wait.
@@ -170,7 +182,9 @@ class Allocator:
         if (load := allocation.load) is not None:
             allocation.meeting = (taken.num_shared + load.num_computed) * self.pages.page_size
             coming, self.loading = len(load.keys) * self.pages.page_size, allocation
-        whole = _needs_every_token(sequence)
+        snapshot = None if self.snapshots is None else self._use_snapshot(allocation, self.snapshots)
+        # After a snapshot the last token is a chunk, as it is without the cache.
+        whole = _needs_every_token(sequence) or snapshot is not None
         allocation.prefilling = whole or taken.num_cached_tokens < len(sequence.token_ids) - 1
         return Admission(
             sequence=sequence,
@@ -180,30 +194,48 @@ class Allocator:
             num_cached_tokens=taken.num_cached_tokens + coming,
             decodes=not allocation.prefilling,
             copy=taken.copy,
+            snapshot=snapshot,
         )
+
+    def _use_snapshot(self, allocation: Allocation, snapshots: Snapshots) -> int | None:
+        """The snapshot that a sequence with its pages goes on from; None: there is none. Plans its own, too."""
+        sequence, start = allocation.sequence, allocation.num_prefilled_tokens
+        if self._reuses(sequence):
+            allocation.ends = snapshots.ends(_root(sequence), sequence.token_ids[:-1], start)
+        return snapshots.use(allocation.node, extends=bool(allocation.ends))
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
         """Return how many leading tokens of a sequence are in full cached pages that it could share."""
-        if not self._reuses(sequence):
-            return 0
-        return self.pages.count_cached_tokens(_root(sequence), sequence.token_ids[:-1])
+        return self.pages.count_cached_tokens(_root(sequence), self._reusable(sequence))
 
     def has_room(self, sequence: Sequence, *, spare: int) -> bool:
         """Check that there are a slot and pages for a sequence; `spare` pages stay free for others."""
-        count, known = self.pages.pages_for(len(sequence.token_ids)), sequence.token_ids[:-1]
-        if self._reuses(sequence):
-            count -= self.pages.count_shared_pages(_root(sequence), known)
+        shared = self.pages.count_shared_pages(_root(sequence), self._reusable(sequence))
+        count = self.pages.pages_for(len(sequence.token_ids)) - shared
         return self.free_slots > 0 and count + spare <= self.pages.free
 
     def _reuses(self, sequence: Sequence) -> bool:
         return self.config.prefix_caching and not _needs_every_token(sequence)
 
+    def _reusable(self, sequence: Sequence) -> list[int]:
+        """The leading tokens that a sequence may take from the cache; of states, those up to a snapshot."""
+        if not self._reuses(sequence):
+            return []
+        tokens = sequence.token_ids[:-1]
+        return tokens if self.snapshots is None else tokens[: self.snapshots.covered(_root(sequence), tokens)]
+
+    def _is_coming(self, match: Match) -> bool:
+        """Check whether the step in preparation computes what a sequence would copy: it must wait for the next."""
+        if match.num_copied_tokens:
+            return match.copy_from in self._written
+        return self.snapshots is not None and self.snapshots.is_coming(match.parent)
+
     def _take_pages(self, allocation: Allocation, spare: int, *, wait: bool) -> _Pages | None:
         """Take pages for all known tokens, shared, restored or copied where cached; None if it has to wait."""
         sequence, pages, size = allocation.sequence, self.pages, self.pages.page_size
-        match = pages.match(_root(sequence), sequence.token_ids[:-1] if self._reuses(sequence) else [])
-        if match.num_copied_tokens and match.copy_from in self._written:  # a copy must wait until its source is written
-            pages.release([*match.pages, match.copy_from])
+        match = pages.match(_root(sequence), self._reusable(sequence))
+        if self._is_coming(match):
+            pages.release([*match.pages, match.copy_from] if match.num_copied_tokens else match.pages)
             return None
         needed = pages.pages_for(len(sequence.token_ids)) - len(match.pages)
         if match.num_copied_tokens and needed + spare > pages.free:
@@ -305,10 +337,15 @@ class Allocator:
         if (load := allocation.load) is not None and stop >= allocation.meeting + len(load.keys) * size:
             self._end_load(allocation)  # which came too late
         self.insert_prefix(allocation, stop, partial=not allocation.prefilling)
+        if self.snapshots is not None and stop in allocation.ends:
+            assert isinstance(allocation.node, Node)
+            self.snapshots.take(allocation.node, allocation.slot)
 
     def insert_prefix(self, allocation: Allocation, count: int, *, partial: bool) -> None:
         """Let others share the full pages of the first `count` tokens, and with `partial` copy the one after them."""
         size = self.pages.page_size
+        if self.snapshots is not None:  # pages after the last one are of no use to others
+            count, partial = min(count, max(allocation.ends, default=0)), False
         if not self.config.prefix_caching or (not partial and count < (allocation.num_inserted_pages + 1) * size):
             return  # nearly always after a row's token: its page is not full yet
         sequence = allocation.sequence
@@ -332,8 +369,12 @@ class Allocator:
         if allocation.adapter_index:
             self._unpin_adapter(allocation.sequence)
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
-        allocation.prefilling, allocation.num_prefilled_tokens = True, 0
+        allocation.prefilling, allocation.num_prefilled_tokens, allocation.ends = True, 0, ()
         self._end_load(allocation)
+
+    def take_snapshots(self) -> tuple[tuple[int, int], ...]:
+        """Take the (slot, snapshot) pairs of states that the step in preparation copies first."""
+        return () if self.snapshots is None else self.snapshots.take_due()
 
     def take_stored(self) -> tuple[Stored, ...]:
         """Return the pages that the step in preparation is to bring to the host."""
@@ -371,6 +412,8 @@ class Allocator:
         self._written.clear()
         self.loading = None
         self.pages.reset()
+        if self.snapshots is not None:
+            self.snapshots.reset()
         if self.adapters is not None:
             self.adapters.reset()
 
@@ -381,6 +424,8 @@ class Allocator:
         assert sorted(slots) == list(range(self.config.max_batch)), f"slots lost or doubled: {sorted(slots)}"
         if self.adapters is not None:
             self.adapters.check_integrity()
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
 
 
 def _root(sequence: Sequence) -> Hashable:

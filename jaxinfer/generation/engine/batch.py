@@ -73,6 +73,7 @@ class Admission:
       num_cached_tokens: tokens whose keys and values the cache has, or that are on their way from a tier.
       decodes: whether only its last token still has to go through the model, so that it decodes at once.
       copy: the (source, target) page to copy before anything is written, or None.
+      snapshot: the snapshot of recurrent states to copy into the slot, or None.
     """
 
     sequence: Sequence
@@ -82,6 +83,7 @@ class Admission:
     num_cached_tokens: int
     decodes: bool
     copy: tuple[int, int] | None = None
+    snapshot: int | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # neither frozen nor by keyword: a prompt has many
@@ -145,6 +147,7 @@ class Batch:
     Attributes:
       admissions: sequences that have just got their slot.
       adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
+      snapshots: (slot, snapshot): recurrent states to copy from slots before slots are filled.
       stored: pages to bring to the host before anything runs.
       restored: pages that come from a tier before anything runs, for each sequence that gets some.
       chunks: chunks of prompts.
@@ -158,6 +161,7 @@ class Batch:
 
     admissions: tuple[Admission, ...] = ()
     adapter_uploads: tuple[tuple[int, Adapter], ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
     stored: tuple[Stored, ...] = ()
     restored: tuple[Restored, ...] = ()
     chunks: tuple[Chunk, ...] = ()
@@ -176,7 +180,7 @@ class Batch:
         def join(field: str) -> tuple[Any, ...]:
             return tuple(part for lane in lanes for part in getattr(lane, field))
 
-        fields = "admissions", "adapter_uploads", "stored", "restored", "chunks", "rows", "failures"
+        fields = ("admissions", "adapter_uploads", "snapshots", "stored", "restored", "chunks", "rows", "failures")
         joined = {field: join(field) for field in fields}
         return cls(
             **joined,
@@ -199,6 +203,11 @@ class Batch:
     def copies(self) -> list[tuple[int, int]]:
         """(source, target) pages of a lane to copy before anything is written."""
         return [admission.copy for admission in self.admissions if admission.copy is not None]
+
+    @property
+    def used_snapshots(self) -> list[tuple[int, int]]:
+        """(snapshot, slot) of a lane: recurrent states to copy to slots, after those of `snapshots`."""
+        return [(admission.snapshot, admission.slot) for admission in self.admissions if admission.snapshot is not None]
 
     @property
     def num_restored_pages(self) -> int:

@@ -9,6 +9,9 @@ from msgspec import Meta
 from jaxinfer.fields import Bytes, Size, SizeOrZero, check_fields, shown
 
 KV_DTYPES = ("bfloat16", "int8")
+SNAPSHOTS_PER_SEQUENCE = 2
+"""Snapshots of recurrent states that the prefix cache keeps, for each sequence that can run: conversations that are
+not running need theirs, too."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -129,6 +132,11 @@ class EngineConfig(SharedConfig):
     def of_programs(self) -> Self:
         """The config that programs depend on: host-only fields, which depend on free memory, have their defaults."""
         return dataclasses.replace(self, adapter_bytes=EngineConfig.adapter_bytes)
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that the prefix cache of a lane keeps if the model has recurrent states."""
+        return SNAPSHOTS_PER_SEQUENCE * self.max_batch if self.prefix_caching else 0
 
     @property
     def pages_per_sequence(self) -> int:

@@ -150,9 +150,9 @@ class PagePool:
             key = node.key = page_key(key, node.tokens)
         return key
 
-    def has(self, node: Node) -> bool:
+    def has(self, node: Hashable) -> bool:
         """Check whether a node is in the tree."""
-        return self._node_of.get(node.page) is node
+        return isinstance(node, Node) and self._node_of.get(node.page) is node
 
     def keys_after(self, place: Hashable, tokens: Sequence[int]) -> Iterator[bytes]:
         """The keys of the full pages of tokens that follow a node or root."""
@@ -175,7 +175,7 @@ class PagePool:
 
     def match(self, root: Hashable, tokens: Sequence[int]) -> Match:
         """Return the longest cached prefix of `tokens`."""
-        size, nodes = self.page_size, self._full_nodes(root, tokens)
+        size, nodes = self.page_size, self.full_nodes(root, tokens)
         parent, pages = nodes[-1] if nodes else root, [node.page for node in nodes]
         rest = tuple(tokens[len(pages) * size :][:size])
         closest = max(self._newest_children(parent), key=lambda node: _common(node.tokens, rest), default=None)
@@ -186,13 +186,13 @@ class PagePool:
 
     def count_cached_tokens(self, root: Hashable, tokens: Sequence[int]) -> int:
         """Return how many leading `tokens` full pages have; references and the order of use stay as they are."""
-        return len(self._full_nodes(root, tokens)) * self.page_size
+        return len(self.full_nodes(root, tokens)) * self.page_size
 
     def count_shared_pages(self, root: Hashable, tokens: Sequence[int]) -> int:
         """Return how many full pages along the tokens have references, so that sharing them takes no free page."""
-        return sum(node.page in self._ref_counts for node in self._full_nodes(root, tokens))
+        return sum(node.page in self._ref_counts for node in self.full_nodes(root, tokens))
 
-    def _full_nodes(self, root: Hashable, tokens: Sequence[int]) -> list[Node]:
+    def full_nodes(self, root: Hashable, tokens: Sequence[int]) -> list[Node]:
         """The full pages along the tokens."""
         size, parent, nodes = self.page_size, root, []
         while parent in self._children:
@@ -202,6 +202,11 @@ class PagePool:
             nodes.append(node)
             parent = node
         return nodes
+
+    def branches(self, place: Hashable) -> bool:
+        """Check whether several pages follow a node or root."""
+        children = self._children.get(place)
+        return isinstance(children, dict) and len(children) > 1
 
     def _child(self, parent: Hashable, tokens: tuple[int, ...]) -> Node | None:
         children = self._children.get(parent)

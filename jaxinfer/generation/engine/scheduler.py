@@ -15,6 +15,7 @@ from jaxinfer.generation.engine.passes import STEP_SECONDS, ChosenPasses, PassCh
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.running import RunningSequences
+from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
 from jaxinfer.generation.engine.stats import SchedulerStats
 from jaxinfer.generation.engine.unfinished import UnfinishedSequences
@@ -62,6 +63,7 @@ class DecoderScheduler:
       pages: the pages of the cache.
       adapters: the adapters on the device; None: there is no room for any.
       restoring: brings pages to a tier that the cache forgets, and back; None: they are forgotten.
+      snapshots: of recurrent states; None: the model has none.
       costs: the times of passes.
       step_seconds: the longest time that a decode step of several passes should take.
       arrivals: numbers of arrivals; None: it counts for itself.
@@ -83,12 +85,13 @@ class DecoderScheduler:
         *,
         costs: PassCosts,
         restoring: Restoring | None = None,
+        snapshots: Snapshots | None = None,
         step_seconds: float = STEP_SECONDS,
         arrivals: Iterator[int] | None = None,
     ):
         self.config, self.pages = config, pages
         self.passes = PassChooser(config.max_decode_passes, buckets, costs, step_seconds)
-        self.allocator = Allocator(config, pages, adapters, restoring)
+        self.allocator = Allocator(config, pages, adapters, restoring, snapshots)
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running = RunningSequences()
         self.preemptions = 0
@@ -198,7 +201,7 @@ class DecoderScheduler:
                     allocation = self._unfinished.allocations[admission.sequence]
                     if admission.decodes:
                         step.decoding.append(allocation)
-                    if allocation.load is not None:  # so it has fewer chunks than it seemed to have
+                    if allocation.load is not None or allocation.ends:  # so it has fewer chunks than it seemed to have
                         room = min(room, self._chunk_room(len(step.chunks)))
                     step.chunks += self._chunks(allocation, room - len(step.chunks))
         return step
@@ -227,6 +230,7 @@ class DecoderScheduler:
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if runs else (),
+            snapshots=self.allocator.take_snapshots() if runs else (),
             stored=self.allocator.take_stored() if runs and keeps else (),
             restored=tuple(self.allocator.restored),
             chunks=tuple(step.chunks),

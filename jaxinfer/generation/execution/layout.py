@@ -84,7 +84,7 @@ def _check_states(config: DecoderConfig, engine: EngineConfig) -> None:
     """Raise ValueError for options that are not implemented for models with recurrent states."""
     if not config.state_layers:
         return
-    options = {"prefix_caching": False, "num_speculative_tokens": 0, "max_adapters": 0}
+    options = {"num_speculative_tokens": 0, "max_adapters": 0}
     for name, value in options.items():
         if (given := getattr(engine, name)) != value:
             raise ValueError(
@@ -124,6 +124,7 @@ class DeviceLayout:
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
       lanes: how many lanes the mesh has. num_stages: how many stages; 1 without a pipeline.
+      num_snapshots: snapshots of recurrent states of each lane, which follow those of the slots; 0 without states.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class DeviceLayout:
         self.stages = stages_on(config, mesh, self._rules)
         self.config = config if self.stages is None else self.stages.config
         self.lanes, self.num_stages = self._rules.lanes(mesh), self._rules.num_stages(mesh)
+        self.num_snapshots = engine.num_snapshots if config.state_layers else 0
         self._fitting = fitting or Fitting(original=config, config=config)
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
@@ -313,8 +315,9 @@ class DeviceLayout:
         return DeviceState([] if self.slice_pages else self.caches, slots)
 
     def _recurrent(self, mixer: Mixer) -> RecurrentState:
-        """The shapes of the states of a layer in all slots."""
-        shapes = recurrent_shapes(mixer, self.lanes * (self.engine.max_batch + 1), self.weights.dtype)
+        """The shapes of the states of a layer in all slots, and of their snapshots."""
+        rows = self.lanes * (self.engine.max_batch + 1 + self.num_snapshots)
+        shapes = recurrent_shapes(mixer, rows, self.weights.dtype)
         return RecurrentState(*(self.stack_stages(x, *axes) for x, axes in zip(shapes, STATE_AXES, strict=True)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:

@@ -225,6 +225,12 @@ def _pages_on_host(
     host_kv, offload, size = limits.host_kv, limits.kv_offload, bytes_of_page(layout.host_page)
     given = {"host_kv": host_kv, "disk_kv": limits.disk_kv}
     tiers = {name: value for name, value in given.items() if value is not None}
+    for name, value in tiers.items():
+        if states := layout.config.state_layers:
+            raise ValueError(
+                f"{name}={value} is not implemented for models with recurrent states, such as that of layer "
+                f"{states[0]}: their pages are of no use without the states. Leave it out."
+            )
     if tiers and not config.prefix_caching:
         name, value = next(iter(tiers.items()))
         raise ValueError(
@@ -311,7 +317,7 @@ def device_tenants(
       buffers: space for layers that come while others compute.
       adapters: LoRA adapters.
       cache: keys and values.
-      states: recurrent states, of all slots.
+      states: recurrent states, of all slots and snapshots.
       moving: pages of the cache on their way to the host or from it.
       workspace: bytes that the largest program needs while it runs.
     """
@@ -397,7 +403,7 @@ def workspace_bytes(
 
 
 def state_bytes(layout: DeviceLayout) -> int:
-    """The bytes of each device for the recurrent states of all slots."""
+    """The bytes of each device for the recurrent states of all slots and snapshots."""
     return part_bytes([cache for cache in layout.caches if isinstance(cache, RecurrentState)])
 
 

@@ -14,6 +14,7 @@ from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs.admit import Admit
 from jaxinfer.generation.execution.programs.copy_pages import CopyPages
+from jaxinfer.generation.execution.programs.copy_states import CopyStates
 from jaxinfer.generation.execution.programs.embed import EncoderSizes
 from jaxinfer.generation.execution.programs.gather_pages import GatherPages
 from jaxinfer.generation.execution.programs.passes import Pass
@@ -75,6 +76,8 @@ class Packer:
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
         ]
+        if self.layout.num_snapshots:
+            commands += self._state_copies(batch)
         if batch.stored:
             commands += self._gathers(batch)
         copies, admissions = ([lane.copies for lane in batch.lanes], [lane.admissions for lane in batch.lanes])
@@ -114,6 +117,18 @@ class Packer:
             pages,
         )
         return Command(sizes, inputs)
+
+    def _state_copies(self, batch: Batch) -> list[Command]:
+        """The commands that copy recurrent states: to snapshots, and then from them, perhaps the same, to slots."""
+        first, count = self.layout.engine.max_batch + 1, self.layout.engine.max_batch
+        saved = [[(slot, first + place) for slot, place in lane.snapshots] for lane in batch.lanes]
+        used = [[(first + place, slot) for place, slot in lane.used_snapshots] for lane in batch.lanes]
+
+        def pack(copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+            source, target = zip(*copies, strict=True) if copies else ((), ())
+            return _padded(source, count, -1), _padded(target, count, -1)
+
+        return [Command(CopyStates(), _join([pack(lane) for lane in lanes])) for lanes in (saved, used) if any(lanes)]
 
     def _gathers(self, batch: Batch) -> list[Command]:
         """The commands that copy pages for the host."""

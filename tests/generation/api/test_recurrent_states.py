@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer import LLM, BeamSearchParams, SamplingParams
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.sharding import MeshConfig
 from tests.generation.few_programs import few_programs
 from tests.generation.sampled import PROMPTS, generate, logprob_errors
 from tests.tiny import HYBRID, random_model, save_tiny
 
-SIZES = {"max_batch": 2, "token_budget": 16, "chunk_size": 8, "page_size": 128}
-"""Of an engine that runs two chunks of a prompt in a step."""
+SIZES = {"max_batch": 2, "token_budget": 16, "chunk_size": 8, "page_size": 16}
+"""Of an engine that runs two chunks of a prompt in a step, and takes snapshots after multiples of two chunks."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 LONG = [[(7 * i + n) % 256 for i in range(n)] for n in (1, 63, 64, 65, 113)]
 WAYS = {
@@ -53,16 +53,8 @@ def test_chunks_and_single_tokens_give_what_whole_texts_do(whole):
 def test_states_are_reserved(whole):
     held = {tenant.tenant: tenant.bytes for budget in whole.budgets.values() for tenant in budget.holdings}
     delta = HYBRID.layer(0).mixer
-    assert held["recurrent states"] == 2 * (2 + 1) * delta.state_values * 4
-    assert whole.memory.page_bytes == 128 * HYBRID.layer(1).attention.kv_values * 4
-
-
-@pytest.mark.slow
-def test_several_completions_and_beams_begin_anew(whole):
-    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6)
-    assert generate(whole, several) == generate(whole, several)
-    (beams,) = whole.beam_search(PROMPTS[1:2], BeamSearchParams(beam_width=2, n=2, max_tokens=4))
-    assert len(beams.beams) == 2
+    assert held["recurrent states"] == 2 * (2 + 1 + whole.engine.config.num_snapshots) * delta.state_values * 4
+    assert whole.memory.page_bytes == 16 * HYBRID.layer(1).attention.kv_values * 4
 
 
 @pytest.mark.slow
@@ -77,20 +69,10 @@ def test_every_way(folder, whole, way):
     llm.engine.scheduler.check_integrity()
 
 
-@pytest.mark.slow
-def test_preempted_sequences_are_computed_again(folder, whole):
-    """Pages for one sequence and a half."""
-    params = dataclasses.replace(GREEDY, max_tokens=60)
-    size = whole.memory.page_bytes // 8
-    llm = LLM(folder, cache_bytes=10 * size, **SIZES | {"page_size": 16})
-    assert generate(llm, params, LONG[1:4]) == generate(whole, params, LONG[1:4])
-    assert llm.stats().preemptions > 0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_caching": True}, r"prefix_caching=True is not implemented .* layer 0: use prefix_caching=False\."),
+        ({"host_kv": "1MiB"}, r"host_kv=1048576 is not implemented for models with recurrent states.* layer 0: "),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens=3 is not implemented for models with recurrent states"),
         ({"max_adapters": 1}, "max_adapters=1 is not implemented for models with recurrent states"),
         ({"mesh": MeshConfig(tensor=4)}, "the 2 key heads of a delta rule do not divide over 4 devices.*works is 2"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import itertools
 import time
 
@@ -28,6 +29,7 @@ from jaxinfer.models.files.loading import load_model
 from jaxinfer.text import Tokenizer
 from tests.generation.conftest import SMALL_CONFIG as SIXTEEN
 from tests.generation.conftest import SMALL_PAGES
+from tests.tiny import HYBRID, save_tiny
 
 MAX_STEPS = 2000
 MAX_BYTES = 20_000
@@ -181,23 +183,8 @@ SMALL_CONFIG = dataclasses.replace(SIXTEEN, token_budget=32, chunk_size=8)  # ch
 @pytest.fixture(scope="module")
 def engines(model_dir, tmp_path_factory, full_disk):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
-    model, tokenizer = load_model(model_dir), Tokenizer.from_folder(model_dir)
+    pair = functools.partial(make_pair, load_model(model_dir), Tokenizer.from_folder(model_dir))
     speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3, token_budget=8)
-
-    def pair(config, host_pages=0, disk_kv=None):
-        made = {
-            overlap: build_engine(
-                model,
-                tokenizer,
-                dataclasses.replace(config, overlap=overlap),
-                Plan.of_model(model, config, num_pages=SMALL_PAGES, host_pages=host_pages, disk_kv=disk_kv is not None),
-                disk_kv=disk_kv,
-            )
-            for overlap in (True, False)
-        }
-        made[False].executor.device.cache = made[True].executor.programs
-        return made
-
     hosted, from_both_ends = pair(SMALL_CONFIG, host_pages=12), pair(SMALL_CONFIG, host_pages=12)
     for engine in (*hosted.values(), *from_both_ends.values()):
         engine.page_tier._read = slow_and_failing(engine.page_tier._read)
@@ -212,6 +199,22 @@ def engines(model_dir, tmp_path_factory, full_disk):
         "disk": pair(SMALL_CONFIG, disk_kv=disks["disk"]),
         "both": pair(SMALL_CONFIG, host_pages=6, disk_kv=disks["both"]),
     }
+
+
+def make_pair(model, tokenizer, config, host_pages=0, disk_kv=None):
+    """Two engines, by whether steps overlap."""
+    made = {
+        overlap: build_engine(
+            model,
+            tokenizer,
+            dataclasses.replace(config, overlap=overlap),
+            Plan.of_model(model, config, num_pages=SMALL_PAGES, host_pages=host_pages, disk_kv=disk_kv is not None),
+            disk_kv=disk_kv,
+        )
+        for overlap in (True, False)
+    }
+    made[False].executor.device.cache = made[True].executor.programs
+    return made
 
 
 class BadDisk(BlockFolder):
@@ -309,6 +312,23 @@ NAMES = ["plain", "speculative", "host", "both ends", "disk", "both"]
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_random_requests(engines, alone, name):
     run(engines[name], alone, examples=6, steps=25, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory):
+    """Engines on a model with recurrent states, and another without a prefix cache."""
+    folder = save_tiny(tmp_path_factory.mktemp("hybrid") / "model", config=HYBRID)
+    model, tokenizer = load_model(folder), Tokenizer.from_folder(folder)
+    plain = make_pair(model, tokenizer, dataclasses.replace(SMALL_CONFIG, prefix_caching=False))[True]
+    return make_pair(model, tokenizer, SMALL_CONFIG), Alone(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("examples", "derandomize"), [(6, True), (60, False)])
+def test_random_requests_of_a_model_with_states(with_states, examples, derandomize):
+    engines, alone = with_states
+    run(engines, alone, examples=examples, steps=25, derandomize=derandomize)
+    assert sum(engine.stats().cached_tokens for engine in engines.values()) > 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import PRIORITY_WEIGHT, DecoderScheduler
+from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
@@ -52,11 +53,35 @@ def request_of(request_id, prompt, *, max_tokens=4, n=1, seed=0, stop_token_ids=
     )
 
 
+class States:
+    """Recurrent states, on texts: a slot or a snapshot holds its adapter and the text that has gone into it."""
+
+    def __init__(self):
+        self.slots, self.snapshots = {}, {}
+
+    def change(self, batch):
+        for slot, place in batch.snapshots:
+            self.snapshots[place] = self.slots[slot]
+        for place, slot in batch.used_snapshots:
+            self.slots[slot] = self.snapshots[place]
+
+    def move(self, part, text, start, stop):
+        """Move a slot's state on by the tokens from start to stop."""
+        adapter = part.sequence.params.adapter
+        assert start == 0 or self.slots[part.slot] == (adapter, tuple(text[:start]))
+        self.slots[part.slot] = adapter, tuple(text[:stop])
+
+
 class Device:
     """What the programs do, on texts: a place of the cache holds its adapter and the text up to it.
 
     Writing outside a sequence's pages is an IndexError; what is read must be what was written.
+
+    Attributes:
+      states: the recurrent states; None: the model has none.
     """
+
+    states = None
 
     def __init__(self, random):
         self.random = random
@@ -69,6 +94,8 @@ class Device:
         read = [[(target, at, self.cache.get((source, at))) for at in range(PAGE)] for source, target in batch.copies]
         for target, at, text in itertools.chain(*read):
             self.cache[target, at] = text
+        if self.states is not None:
+            self.states.change(batch)
         for admission in batch.admissions:
             self.texts[admission.slot] = list(admission.token_ids)
             self.active[admission.slot] = admission.decodes
@@ -103,16 +130,19 @@ class Device:
             for at in range(len(text), len(text) + speculative):  # wrong tokens leave rubbish, which is written over
                 self._place(row, at, "rubbish")
             accepted = self.random.randint(0, speculative)
-            for _ in range(1 + accepted):
+            for token in range(1 + accepted):
                 if self.active[row.slot]:
                     made += self._token(row)
-                    self._write(row, len(text) - 2, len(text) - 1)
+                    if token:
+                        self._write(row, len(text) - 2, len(text) - 1)
         return tokens
 
     def _place(self, part, at, what):
         self.cache[part.pages[at // PAGE], at % PAGE] = what
 
     def _write(self, part, start, stop):
+        if self.states is not None and start < stop:
+            self.states.move(part, self.texts[part.slot], start, stop)
         for at in range(start, stop):
             self._place(part, at, (part.sequence.params.adapter, tuple(self.texts[part.slot][: at + 1])))
 
@@ -143,6 +173,7 @@ class Simulation:
         adapters=None,
         costs=None,
         step_seconds=0.01,
+        snapshots=0,
         **config,
     ):
         options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
@@ -150,9 +181,13 @@ class Simulation:
         buckets, pool = Buckets.from_config(self.config), PagePool(pages, PAGE)
         quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
         passes = PassCosts(costs or Costs.fixed(quick), speculative)
-        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=passes, step_seconds=step_seconds)
+        kept = Snapshots(snapshots, pool, self.config.chunk_size) if snapshots else None
+        self.scheduler = DecoderScheduler(
+            self.config, buckets, pool, adapters, costs=passes, snapshots=kept, step_seconds=step_seconds
+        )
         self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
+        self.device.states = States() if snapshots else None
         self.in_flight = in_flight
         self.steps = deque()
         self.sequences: list[Sequence] = []
@@ -215,6 +250,8 @@ class Simulation:
         for chunk in batch.chunks:
             assert chunk.start == self.computed[chunk.sequence]
             assert 1 <= chunk.count <= config.chunk_size
+            if self.device.states is not None:  # whatever is cached
+                assert chunk.start % config.chunk_size == 0
             self.computed[chunk.sequence] += chunk.count
             assert chunk.last == (self.computed[chunk.sequence] == len(chunk.sequence.token_ids))
         if batch.chunks:
@@ -266,15 +303,17 @@ def random_prompt(random):
 @given(st.integers(0, 2**32))
 def test_every_request_ends_with_the_text_it_has_alone(seed):
     random = Random(seed)
+    states = random.random() < 0.3
     simulation = Simulation(
         random,
         slots=random.randint(1, 4),
         pages=random.randint(8, 14),
         passes=random.randint(1, 5),
-        speculative=random.choice([0, 0, 3]),
+        speculative=0 if states else random.choice([0, 0, 3]),
         in_flight=random.randint(0, 2),
         token_budget=random.choice([8, 16, 64]),
-        prefix_caching=random.random() < 0.7,
+        prefix_caching=states or random.random() < 0.7,
+        snapshots=random.randint(1, 5) if states else 0,
     )
     for number in range(random.randint(3, 14)):
         if number == 3:  # later ones of a higher priority now get the orders of earlier ones
@@ -342,6 +381,29 @@ def test_completions_of_one_prompt_share_its_pages():
     shared = {tuple(a.pages[:2]) for a in running}
     assert (len(running), len(shared), len({a.pages[2] for a in running})) == (3, 1, 3)
     simulation.finish()
+
+
+def test_completions_of_one_prompt_begin_with_its_snapshot():
+    simulation = Simulation(Random(0), slots=3, pages=30, snapshots=4)
+    for _ in range(2):
+        simulation.add([0, 1, 2] * 7, n=3)
+    simulation.finish()
+    assert [s.num_cached_tokens for s in simulation.admitted] == [0, 16, 16, 16, 16, 16]
+
+
+def test_a_conversation_goes_on_from_its_snapshot_and_others_from_what_they_share():
+    simulation = Simulation(Random(0), slots=1, pages=30, snapshots=3)
+    system, rest = [0, 1, 2] * 4, [1, 1, 2, 2] * 3
+
+    def cached(prompt):
+        sequence = simulation.add(prompt, max_tokens=1)
+        simulation.finish()
+        return sequence.num_cached_tokens
+
+    assert cached([*system, *rest]) == 0
+    assert cached([*system, *rest, 0, 1, 0, 1]) == 16
+    assert cached([*system, 2, 2, 2, 2, 2]) == 0  # which takes a snapshot where it leaves the others
+    assert cached([*system, 0, 2, 2, 2, 2]) == 8
 
 
 def test_a_request_that_could_never_run_is_refused():

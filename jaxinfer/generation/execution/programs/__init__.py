@@ -17,6 +17,7 @@ from jaxinfer.generation.execution.programs import (
     admit,
     chain,
     copy_pages,
+    copy_states,
     decode,
     experts,
     gather_pages,
@@ -53,4 +54,5 @@ def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """The programs that change a decoder's state between passes, or copy pages from it."""
     if layout.slice_pages:  # the host copies pages, where they are
         return [*(file.spec(layout) for file in (admit, place_adapter)), *slice_pages.specs(layout)]
-    return [file.spec(layout) for file in (admit, copy_pages, gather_pages, scatter_pages, place_adapter)]
+    files = admit, copy_pages, copy_states, gather_pages, scatter_pages, place_adapter
+    return [file.spec(layout) for file in files]

@@ -35,14 +35,13 @@ def build(static: None, sizes: CopyPages) -> Callable[..., Any]:
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[CopyPages, Buckets]:
-    """The spec for an engine."""
+    """The spec for an engine. Models with recurrent states share full pages only."""
+    copies = layout.engine.prefix_caching and not layout.num_snapshots
     return ProgramSpec(
         sizes=CopyPages,
         build=build,
         arguments=lambda sizes: (layout.state, *layout.inputs(integers(sizes.count), integers(sizes.count))),
-        reachable=lambda buckets: (
-            CopyPages(count=count) for count in (buckets.admissions if layout.engine.prefix_caching else ())
-        ),
+        reachable=lambda buckets: (CopyPages(count=count) for count in (buckets.admissions if copies else ())),
         donate=(0,),
         out_shardings=lambda sizes: layout.state_shardings,
     )
