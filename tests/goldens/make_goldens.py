@@ -1197,6 +1197,29 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | {"linear_num_value_heads": 12, "linear_conv_kernel_dim": 3, "num_experts": 4},
         {"bf16": True, "lengths": (70, 9, 1)},
     ),
+    "olmo_hybrid_plain": (
+        LLAMA
+        | {"num_hidden_layers": 4, "max_position_embeddings": 128, "linear_num_key_heads": 4}
+        | {"linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+        | rope("default"),
+        {"lengths": (70, 9, 1)},
+    ),
+    "olmo_hybrid_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_allow_neg_eigval": False,
+            "tie_word_embeddings": True,
+        }
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"bf16": True, "lengths": (70, 9, 1), "fused": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

@@ -15,6 +15,8 @@ class DeltaRuleConfig(Mixer):
     key_dim: int
     value_dim: int
     conv: int = 4  # tokens that the causal convolution sees, itself the last
+    negative_eigenvalues: bool = False  # beta is in (0, 2), not in (0, 1) (arXiv:2411.12537)
+    norm_eps: float | None = None  # of the norm of a head's output; None: the model's
 
     def __post_init__(self) -> None:
         require_positive(self, "key_heads", "value_heads", "key_dim", "value_dim")
@@ -23,6 +25,8 @@ class DeltaRuleConfig(Mixer):
                 f"DeltaRuleConfig.value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: "
                 "every key head serves a whole group of value heads."
             )
+        if self.norm_eps is not None and self.norm_eps < 0:
+            raise ValueError(f"DeltaRuleConfig.norm_eps must be >= 0, got {self.norm_eps}.")
         if self.conv < 2:
             raise ValueError(f"DeltaRuleConfig.conv must be >= 2, got {self.conv}.")
 

@@ -55,6 +55,7 @@ from jaxinfer.models.families import (
     nemotron,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     opt,
     phi,
@@ -89,7 +90,7 @@ _MODULES = (
     *(gemma3, gemma3_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl, qwen2_5_vl, qwen3_5, vaultgemma, cwm, internlm3),
-    *(arcee, nemotron, apertus, ministral3, hunyuan_v1_dense),
+    *(arcee, nemotron, apertus, ministral3, hunyuan_v1_dense, olmo_hybrid),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, granitemoeshared, glm4_moe, dots1, minimax_m2),
     *(exaone_moe, hy_v3, ernie4_5_moe, mellum, solar_open, hunyuan_v1_moe, afmoe, qwen3_5_moe, qwen3_next),
     *(bert, distilbert, roberta),
@@ -104,16 +105,32 @@ STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, y
 """The families whose checkpoints have no `config.json`, or one that says little."""
 
 
+_LATENT, _INDEXED = "multi-head latent attention", "attention to the tokens that an indexer chooses"
+_SINKS, _STATES = "attention sinks", "state-space layers (Mamba-2)"
+_SHARED_KV, _LAYER_INPUTS = "layers that use the keys and values of others", "layer inputs from a second table"
 REFUSED = {
-    "deepseek_v2": ("multi-head latent attention",),
-    "deepseek_v3": ("multi-head latent attention",),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu"), (_LATENT,)),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (_LATENT, _INDEXED)),
+    "longcat_flash": (_LATENT, "layers of two attentions and two MLPs", "experts that return their input"),
+    "kimi_linear": (_LATENT, "a delta rule whose decay differs between features"),
     "gpt_oss": (
-        "attention sinks",
+        _SINKS,
         "a router with biases",
         "experts with biases whose matrices are [inputs, outputs], gate and up alternating",
         "the activation that swiglu_limit clamps",
         "weights in mxfp4",
     ),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), (_SINKS,)),
+    "mimo_v2_flash": (_SINKS, "values that are narrower than keys"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), (_SHARED_KV, _LAYER_INPUTS, "norms of values")),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), (_SHARED_KV, _LAYER_INPUTS, "several residual streams")),
+    **dict.fromkeys(("llama4", "llama4_text"), ("attention inside of blocks", "experts whose inputs are scaled")),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("layers of short convolutions",)),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), (_STATES,)),
+    "nemotron_h": (_STATES, "layers of one mixer or one MLP"),
+    "falcon_h1": (_STATES, "state-space layers beside attention"),
+    "minimax": ("linear attention with a fixed decay",),
+    "phimoe": ("a router that masks by sparsemixer",),
 }
 """Families that are known and not implemented, and what they need that is missing."""
 

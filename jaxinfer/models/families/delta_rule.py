@@ -26,11 +26,11 @@ def with_delta_rule(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     )
     return config.vary(
         lambda kind, name: dataclasses.replace(kind, mixer=mixer) if name == LINEAR else kind,
-        _layer_types(fields, config.layers),
+        layer_types(fields, config.layers),
     )
 
 
-def _layer_types(fields: Fields, layers: int) -> Sequence[str]:
+def layer_types(fields: Fields, layers: int) -> Sequence[str]:
     """Read the kind of each layer: without `layer_types`, every n-th has attention."""
     every = fields.integer("full_attention_interval", default=4, least=1)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
@@ -54,7 +54,7 @@ def sources(
         layer, kind = f"layers.{i}", config.layer(i)
         norms = [("attention_norm", "input_layernorm", embed), ("mlp_norm", "post_attention_layernorm", embed)]
         if isinstance(kind.mixer, DeltaRuleConfig):
-            sources |= projections(kind.mixer, layer, embed) | _after_projections(kind.mixer, layer, embed)
+            sources |= projections(kind.mixer, layer, embed) | after_projections(kind.mixer, layer, embed)
         else:
             sources |= _gated_attention(kind.attention, layer, embed)
             head_dim = kind.attention.head_dim
@@ -86,12 +86,33 @@ def by_key_head(mixer: DeltaRuleConfig, flat: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def _after_projections(mixer: DeltaRuleConfig, layer: str, embed: int) -> dict[str, Source]:
+def rows_by_key_head(mixer: DeltaRuleConfig) -> Callable[..., np.ndarray]:
+    """A function that joins queries, keys and values, [rows, ...], in one tensor or several, and orders by key head."""
+
+    def combine(*parts: np.ndarray) -> np.ndarray:
+        flat = np.concatenate(parts)
+        return by_key_head(mixer, flat).reshape(flat.shape)
+
+    return combine
+
+
+def after_projections(
+    mixer: DeltaRuleConfig, layer: str, embed: int, *, norm_name: str = "norm", out: str = "out_proj"
+) -> dict[str, Source]:
+    """The tensors of a delta rule but those of its projections from the stream.
+
+    Args:
+      mixer: the delta rule.
+      layer: its layer.
+      embed: the model's width.
+      norm_name: of the norm of each head's output.
+      out: of the projection back.
+    """
     ours, theirs, heads = f"{layer}.delta_rule", f"{layer}.linear_attn", mixer.value_heads
     shape = mixer.key_heads * mixer.features, 1, mixer.conv
     return (
-        linear(f"{ours}.out", (f"{theirs}.out_proj",), (embed,), mixer.outputs, bias=False)
-        | norm(f"{ours}.norm", f"{theirs}.norm", mixer.value_dim)
+        linear(f"{ours}.out", (f"{theirs}.{out}",), (embed,), mixer.outputs, bias=False)
+        | norm(f"{ours}.norm", f"{theirs}.{norm_name}", mixer.value_dim)
         | {
             f"{ours}.conv": Source((f"{theirs}.conv1d.weight",), (shape,), lambda x: by_key_head(mixer, x[:, 0])),
             f"{ours}.decay": Source((f"{theirs}.A_log",), ((heads,),), only),

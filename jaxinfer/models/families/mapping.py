@@ -29,6 +29,8 @@ class Source:
       combine: makes the leaf from the tensors, in the order of `names`.
       index: which matrix of its tensors it is made of, where each has one for every expert; None: of whole tensors.
       instead: of another layout; a checkpoint with tensors of that has no others in place of them.
+      joined: whether `combine` joins the tensors' rows first. They may then be divided in any way: transformers saves a
+        tensor that it had joined in equal parts.
     """
 
     names: tuple[str, ...]
@@ -36,6 +38,16 @@ class Source:
     combine: Callable[..., np.ndarray]
     index: int | None = None
     instead: "Source | None" = None
+    joined: bool = False
+
+    def shapes_among(self, available: Mapping[str, Shape]) -> tuple[Shape, ...]:
+        """The shapes that its tensors must have in a checkpoint with these shapes, by the names of its own."""
+        given = tuple(tuple(available.get(name, ())) for name in self.names)
+
+        def whole(shapes: tuple[Shape, ...]) -> tuple[int, set[Shape]]:
+            return sum(shape[0] for shape in shapes if shape), {shape[1:] for shape in shapes}
+
+        return given if self.joined and whole(given) == whole(self.shapes) else self.shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +103,14 @@ def plan(
       described_by: where the config comes from, for errors.
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
-    sources = _in_its_layout(family.sources(config), {family.plain_name(name) for name in available})
+    plain_shapes = {family.plain_name(name): tuple(shape) for name, shape in available.items()}
+    sources = _in_its_layout(family.sources(config), set(plain_shapes))
     sources |= _dense(config) if isinstance(config, EncoderConfig) else {}
-    needed = {name: shape for s in sources.values() for name, shape in zip(s.names, s.shapes, strict=True)}
+    needed = {
+        name: shape
+        for source in sources.values()
+        for name, shape in zip(source.names, source.shapes_among(plain_shapes), strict=True)
+    }
     actual: dict[str, str] = {}  # plain name -> the checkpoint's
     unexpected = []
     for name in sorted(available):

@@ -20,10 +20,15 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
 def sources(config: DecoderConfig) -> dict[str, Source]:
     """The tensors of OLMo 2 and 3."""
     sources = llama.sources(config)
-    for layer in (f"layers.{i}" for i in range(config.layers)):
-        sources |= norm(f"{layer}.attention_norm", f"{layer}.post_attention_layernorm", config.embed)
-        sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_feedforward_layernorm", config.embed)
+    for i in range(config.layers):
+        sources |= norms(f"layers.{i}", config.embed)
     return sources
+
+
+def norms(layer: str, embed: int) -> dict[str, Source]:
+    """The norms after a layer's attention and after its MLP."""
+    after_attention = norm(f"{layer}.attention_norm", f"{layer}.post_attention_layernorm", embed)
+    return after_attention | norm(f"{layer}.mlp_norm", f"{layer}.post_feedforward_layernorm", embed)
 
 
 FAMILY = dataclasses.replace(

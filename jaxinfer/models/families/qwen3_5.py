@@ -3,8 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
 from jaxinfer.models.config import DecoderConfig, DeltaRuleConfig
 from jaxinfer.models.families import delta_rule, llama
 from jaxinfer.models.families.fields import Fields
@@ -25,10 +23,7 @@ def _projections(mixer: DeltaRuleConfig, layer: str, embed: int) -> dict[str, So
     ours, theirs, heads = f"{layer}.delta_rule", f"{layer}.linear_attn", mixer.value_heads
     qkv, steps = (f"{theirs}.in_proj_qkv",), (f"{theirs}.in_proj_b", f"{theirs}.in_proj_a")
     rows = mixer.key_heads * mixer.features
-
-    def by_head(flat: np.ndarray) -> np.ndarray:
-        return delta_rule.by_key_head(mixer, flat).reshape(flat.shape)
-
+    by_head = delta_rule.rows_by_key_head(mixer)
     return (
         linear(f"{ours}.qkv", qkv, (rows,), embed, bias=False, combine=by_head)
         | linear(f"{ours}.gate", (f"{theirs}.in_proj_z",), (mixer.outputs,), embed, bias=False)
@@ -51,4 +46,5 @@ FAMILY = text_part(
         ignored=delta_rule.IGNORED,
     ),
     "qwen3_5",
+    alone=True,
 )

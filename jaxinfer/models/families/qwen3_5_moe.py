@@ -32,4 +32,5 @@ FAMILY = text_part(
         ignored=delta_rule.IGNORED,
     ),
     "qwen3_5_moe",
+    alone=True,
 )

@@ -23,7 +23,9 @@ def without_axes(hf: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def text_part(family: Family, model_type: str, *, others: tuple[Family, ...] = (), flat: bool = False) -> Family:
+def text_part(
+    family: Family, model_type: str, *, others: tuple[Family, ...] = (), flat: bool = False, alone: bool = False
+) -> Family:
     """The family of models whose text part, with its config in `text_config`, is of `family`.
 
     The tensors of the other parts are left out. If the whole has a `tie_word_embeddings`, it counts.
@@ -33,10 +35,13 @@ def text_part(family: Family, model_type: str, *, others: tuple[Family, ...] = (
       model_type: of the whole.
       others: families that the text part may be of, too, with the same tensors.
       flat: whether published files have the fields of the text part beside those of the whole, without `text_config`.
+      alone: whether a checkpoint may be of the text part alone, with its own `model_type`.
     """
     families = {kind: each for each in (family, *others) for kind in each.model_types}
 
     def config(hf: Mapping[str, Any]) -> ModelConfig:
+        if alone and hf.get("model_type") in family.model_types:
+            return family.config(hf)
         fields = Fields(hf)
         text = fields.optional(dict, "text_config")
         if text is None and flat:
@@ -54,7 +59,7 @@ def text_part(family: Family, model_type: str, *, others: tuple[Family, ...] = (
 
     return dataclasses.replace(
         family,
-        model_types=(model_type,),
+        model_types=(model_type, *family.model_types) if alone else (model_type,),
         config=config,
         prefixes=("language_model.model.", "model.language_model.", "language_model.", *family.prefixes),
         left_out=r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*",

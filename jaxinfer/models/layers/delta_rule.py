@@ -1,5 +1,7 @@
 """The gated delta rule as a layer's mixer."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -43,7 +45,8 @@ class GatedDeltaRule(nnx.Module):
         self.decay, self.step_bias = (
             nnx.Param(jnp.zeros(cfg.value_heads, jnp.float32), axes=("heads",)) for _ in range(2)
         )
-        self.norm = Norm(cfg.value_dim, norm)
+        eps = norm.eps if cfg.norm_eps is None else cfg.norm_eps
+        self.norm = Norm(cfg.value_dim, dataclasses.replace(norm, eps=eps))
 
     @jax.named_scope("delta_rule")
     def heads(
@@ -70,7 +73,8 @@ class GatedDeltaRule(nnx.Module):
         qkv, gate, steps = (linear.norm_linear(x, norm) for linear in (self.qkv, self.gate, self.steps))
         beta, step = jnp.moveaxis(steps.astype(jnp.float32).reshape(*steps.shape[:-1], -1, 2), -1, 0)
         decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(step + self.step_bias[...])
-        inputs = (unpack(y, groups) for y in (qkv, decay, jax.nn.sigmoid(beta)))
+        beta = jax.nn.sigmoid(beta) * (2.0 if self.cfg.negative_eigenvalues else 1.0)
+        inputs = (unpack(y, groups) for y in (qkv, decay, beta))
         mixed = []
         for group, of_qkv, of_decay, of_beta in zip(groups, *inputs, strict=True):
             output, new = self._mix(of_qkv, of_decay, of_beta, group, cache)

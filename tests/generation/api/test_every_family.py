@@ -13,7 +13,7 @@ from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.prefill import Prefill
-from jaxinfer.models.config import BlockKind, QKNormScope
+from jaxinfer.models.config import QKNormScope
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.stages import divide
@@ -65,7 +65,7 @@ def test_streamed(name, model, dtype):
 def test_on_a_mesh(name, model, tensor):
     """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens.
 
-    Norms over all heads add a sum a layer.
+    Norms over all heads add a sum to a layer with attention.
     """
     mesh = MeshConfig(tensor=tensor)
     if is_encoder(name):
@@ -77,13 +77,14 @@ def test_on_a_mesh(name, model, tensor):
     check_exchanges(llm, tensor)
 
 
+def sums_of(kind):
+    over_heads = kind.has_attention and kind.attention.qk_norm and kind.attention.qk_norm_scope is QKNormScope.ALL_HEADS
+    return (1 if kind.block.is_parallel else 2) + over_heads
+
+
 def check_exchanges(llm, tensor):
     config = llm.model.config
-    kind = config.layer(0)
-    parallel = kind.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
-    norms_over_heads = kind.has_attention and (
-        kind.attention.qk_norm and kind.attention.qk_norm_scope is QKNormScope.ALL_HEADS
-    )
+    expected = 1 + sum(sums_of(config.layer(layer)) for layer in range(config.layers))
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
             sizes = program.sizes
@@ -91,7 +92,7 @@ def check_exchanges(llm, tensor):
             found = read_collectives(program.executable.as_text(), tensor)
             found = [c for c in found if not c.conditions]
             sums = [c for c in found if c.kind == "all-reduce"]
-            assert len(sums) == ((1 if parallel else 2) + norms_over_heads) * config.layers + 1
+            assert len(sums) == expected
             assert sum(c.bytes for c in sums) <= 4 * rows * (
                 (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
             )
