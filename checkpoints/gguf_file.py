@@ -1,4 +1,4 @@
-"""Reading a GGUF file: its metadata, and its tensors one at a time, dequantised.
+"""Reading a GGUF file, whole or split: its metadata, and its tensors one at a time, dequantised.
 
 The header is read here: for the vocabularies of today `gguf.GGUFReader` takes ten seconds and 500 MB. What the types
 of tensors are and how they are dequantised is the package's. No file stays mapped or open between two reads. The
@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.paths import gguf_parts
 
 ALIGNMENT = 32  # bytes, unless the metadata says otherwise
 
@@ -50,11 +51,13 @@ class GgufTensor:
     Attributes:
       shape: its shape, the slowest dimension first, as numpy has it.
       type: how its values are stored.
+      file: where they are.
       offset: where they begin, in bytes of the file.
     """
 
     shape: tuple[int, ...]
     type: gguf.GGMLQuantizationType
+    file: pathlib.Path
     offset: int
 
     @property
@@ -65,32 +68,48 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file, whose header is read and checked.
+    """A GGUF file, in one part or several, whose headers are read and checked.
 
     Attributes:
-      path: the file.
+      path: the file, or the first part.
       metadata: values by key: numbers, strings, and lists of them.
       tensors: by name.
 
-    Raises CheckpointError for what is no GGUF, is truncated, or has tensors of other types than `TYPES`.
+    Args:
+      path: the file, or any part of one that is split.
+
+    Raises CheckpointError for what is no GGUF, is truncated, or has tensors of other types than `TYPES`; and for parts
+    that are missing or do not belong together.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
+        files = gguf_parts(pathlib.Path(path))
+        self.path = files[0]
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
-        with self.path.open("rb") as file:
-            header = _Header(self.path, file)
-            tensors, entries = header.begin()
-            for _ in range(entries):
-                key = header.name()
-                self.metadata[key] = header.value(header.number("<I"))
-            self._refuse_parts()
-            infos = [header.tensor() for _ in range(tensors)]
-            alignment = self._count("general.alignment", ALIGNMENT) or 1
-            start = -(-file.tell() // alignment) * alignment
-        for name, shape, type_, offset in infos:
-            self._add(header, name, GgufTensor(shape, self._known_type(name, type_), start + offset))
+        for number, file in enumerate(files):
+            self._join(_Part(file), number, len(files))
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(files) > 1 and total != len(self.tensors):
+            raise CheckpointError(
+                f"{self.path}: split.tensors.count={total}, and its {len(files)} parts have {len(self.tensors)}; fetch "
+                "all parts of one split again."
+            )
+
+    def _join(self, part: "_Part", number: int, count: int) -> None:
+        """Add a part, which by its name has a number, from 0, of so many."""
+        part.require(number, count)
+        for key, value in part.metadata.items():
+            if key != "split.no" and self.metadata.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"{part.path}: {key}={str(value)[:40]}, which {self.path.name} has otherwise; fetch all parts of "
+                    "one split again."
+                )
+        if twice := next((name for name in part.tensors if name in self.tensors), None):
+            raise CheckpointError(
+                f"{part.path}: {twice} is in {self.tensors[twice].file.name}, too; fetch all parts of one split again."
+            )
+        self.tensors |= part.tensors
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
         """Read a tensor, or one of its slowest dimension: floats as they are stored, all other types as float32."""
@@ -98,15 +117,44 @@ class GgufFile:
         if index is not None:
             matrix = dataclasses.replace(tensor, shape=tensor.shape[1:])
             tensor = dataclasses.replace(matrix, offset=tensor.offset + index * matrix.bytes)
-        with self.path.open("rb") as file:
+        with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             stored = np.frombuffer(file.read(tensor.bytes), np.uint8)
         if stored.size < tensor.bytes:
-            raise CheckpointError(f"{self.path}: truncated in {name}; fetch it again.")
+            raise CheckpointError(f"{tensor.file}: truncated in {name}; fetch it again.")
         if tensor.type in _FLOATS:
             return stored.view(_FLOATS[tensor.type]).reshape(tensor.shape)
         rows = stored.reshape(*tensor.shape[:-1], -1)
         return gguf.dequantize(rows, tensor.type).reshape(tensor.shape)
+
+
+class _Part:
+    """One file: its metadata, and where its tensors are."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        with path.open("rb") as file:
+            header = _Header(path, file)
+            tensors, entries = header.begin()
+            for _ in range(entries):
+                key = header.name()
+                self.metadata[key] = header.value(header.number("<I"))
+            infos = [header.tensor() for _ in range(tensors)]
+            alignment = self._count("general.alignment", ALIGNMENT) or 1
+            start = -(-file.tell() // alignment) * alignment
+        for name, shape, type_, offset in infos:
+            self._add(header, name, GgufTensor(shape, self._known_type(name, type_), path, start + offset))
+
+    def require(self, number: int, count: int) -> None:
+        """Refuse a file whose metadata says that it is another part than its name says; number: from 0."""
+        actual = self._count("split.no", 0), self._count("split.count", 0) or 1
+        if actual != (number, count):
+            named = f"{self.path}: {_called(number, count)} by its name, and {_called(*actual)} by its metadata"
+            raise CheckpointError(
+                f"{named}; give each part its name, such as NAME-00001-of-00003.gguf, or fetch it again."
+            )
 
     def _known_type(self, name: str, number: int) -> gguf.GGMLQuantizationType:
         if number in TYPES:
@@ -131,13 +179,9 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key}={value!r} must be a whole number; fetch it again.")
         return value
 
-    def _refuse_parts(self) -> None:
-        count = self._count("split.count", 0)
-        if count > 1:
-            raise CheckpointError(
-                f"{self.path}: part {self._count('split.no', 0) + 1} of {count}, and split files are not "
-                "implemented; join them with `llama-gguf-split --merge FIRST_PART FILE.gguf`."
-            )
+
+def _called(number: int, count: int) -> str:
+    return f"part {number + 1} of {count}" if count > 1 else "a whole file"
 
 
 class _Header:

@@ -23,8 +23,8 @@ def convert(
         typer.Argument(
             metavar="MODEL",
             help="Directory with config.json and safetensors files, GGUF file, Hugging Face hub repository "
-            "(ORG/NAME or ORG/NAME@REVISION), or state dict in safetensors: ResNet of torchvision, ViT or DeiT of "
-            "timm, YOLOv5.",
+            "(ORG/NAME, ORG/NAME@REVISION, or ORG/NAME:Q4_K_M for a GGUF file), or state dict in safetensors: ResNet "
+            "of torchvision, ViT or DeiT of timm, YOLOv5.",
             show_default=False,
         ),
     ],

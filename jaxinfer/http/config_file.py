@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from msgspec import Meta
 
+from jaxinfer.checkpoints.paths import gguf_name, part_names
 from jaxinfer.checkpoints.single_file import SINGLE_FILE
 from jaxinfer.elastic.options import ServiceOptions
 from jaxinfer.fields import check
@@ -210,9 +211,11 @@ def _models_in(folder: Path) -> dict[str, ModelConfig]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or (path.is_file() and path.suffix != ".gguf"):
             continue
+        if path.is_file() and part_names(path.name)[0] != path.name:
+            continue  # the first part stands for all
         if path.is_dir() and not any((path / name).is_file() for name in ("config.json", SINGLE_FILE)):
             raise ValueError(f"model_folder {folder}: {path.name} is no model directory; move it elsewhere.")
-        models[path.stem if path.is_file() else path.name] = ModelConfig(path=path, on_demand=True)
+        models[gguf_name(path.name) if path.is_file() else path.name] = ModelConfig(path=path, on_demand=True)
     return models
 
 

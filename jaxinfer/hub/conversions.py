@@ -3,12 +3,13 @@
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
-from jaxinfer.checkpoints.paths import find_gguf
+from jaxinfer.checkpoints.paths import find_gguf, gguf_name, gguf_parts
 from jaxinfer.disk_cache import cache_folder, require_trusted, write_atomically
 from jaxinfer.hub.names import HubName
 from jaxinfer.progress import long_work
@@ -28,8 +29,8 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
     Args:
       model: a model directory; a Hugging Face directory or a GGUF file, which is converted into the cache folder unless
-        it was; or a repository of the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched, and converted likewise. A
-        folder of that name goes before the repository.
+        it was; or a repository of the hub, ORG/NAME, ORG/NAME@REVISION or ORG/NAME:TAG, which is fetched, and converted
+        likewise. A folder of that name goes before the repository.
 
     Raises CheckpointError for what is none of these or cannot be had, in one line that says what to do.
     """
@@ -37,7 +38,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     if path.is_dir() and is_complete(path):
         return path
     if gguf := find_gguf(path):
-        return _converted(gguf, gguf.stem, [gguf])
+        return _converted(gguf, gguf_name(gguf.name), gguf_parts(gguf))
     if path.is_dir():
         return _local(path)
     if path.exists():
@@ -81,10 +82,10 @@ def look_at(model: str | os.PathLike[str]) -> "Path | Preview":
         return preview(path)
     if path.exists() or (name := HubName.parse(model)) is None:
         return resolve(path)
-    if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
+    if name.pinned and is_complete(folder := _folder(name.model, name.revision)):
         return folder
     commit = _find(name)
-    folder = _folder(name.repository, commit.hash)
+    folder = _folder(name.model, commit.hash)
     return folder if is_complete(folder) else commit.preview()
 
 
@@ -130,12 +131,12 @@ def _converted(path: Path, name: str, files: Sequence[Path]) -> Path:
 
 
 def _of_hub(name: HubName) -> Path:
-    if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
+    if name.pinned and is_complete(folder := _folder(name.model, name.revision)):
         return folder
     from jaxinfer.models.files.conversion import convert
 
     commit = _find(name)
-    folder = _folder(name.repository, commit.hash)
+    folder = _folder(name.model, commit.hash)
     _make(folder, lambda: convert(commit.fetch(folder), folder, source=commit.source))
     if commit.sizes is not None and not name.pinned:
         write_atomically(_noted(name), commit.hash.encode())
@@ -164,8 +165,8 @@ def _models() -> Path:
 
 
 def _folder(name: str, version: str) -> Path:
-    """The folder of a model by its name, such as ORG/NAME, and its version, such as a commit."""
-    return _models() / f"{name.replace('/', '--')}@{version[:12]}.{CONVERSION}"
+    """The folder of a model by its name, such as ORG/NAME:TAG, and its version, such as a commit."""
+    return _models() / f"{re.sub('[/:]', '--', name)}@{version[:12]}.{CONVERSION}"
 
 
 def _make(folder: Path, make: Callable[[], object]) -> None:

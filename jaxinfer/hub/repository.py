@@ -9,7 +9,7 @@ import errno
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +17,9 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
 from jaxinfer.futures import DaemonThreads
 from jaxinfer.hub.errors import HubError, UnreachableError
+from jaxinfer.hub.gguf import choose
 from jaxinfer.hub.names import HubName
-from jaxinfer.models.files.conversion import beside_weights, check_description, dense_weights
+from jaxinfer.models.files.conversion import beside_weights, check_description, dense_weights, source_text
 from jaxinfer.models.files.description import CONFIG
 from jaxinfer.models.files.preview import Preview, described_by, preview
 from jaxinfer.progress import LongWork, long_work
@@ -48,15 +49,16 @@ class Commit:
     error: UnreachableError | None = None
 
     def __str__(self) -> str:
-        return f"{self.name.repository}@{self.hash[:12]}"
+        return str(dataclasses.replace(self.name, revision=self.hash[:12]))
 
     @property
     def source(self) -> dict[str, str]:
         """The origin of a model directory, as its `source.json` has it."""
-        return {"repository": self.name.repository, "commit": self.hash}
+        tag = {"tag": self.name.tag} if self.name.tag else {}
+        return {"repository": self.name.repository, "commit": self.hash, **tag}
 
     def fetch(self, out: Path | None = None) -> Path:
-        """Fetch a Hugging Face directory with what a model needs: safetensors, configs and tokenizer.
+        """Fetch a Hugging Face directory with what a model needs: safetensors, configs and tokenizer; or a GGUF file.
 
         Files that were fetched before are in the hub's cache, and are taken from there.
 
@@ -65,7 +67,9 @@ class Commit:
 
         Raises HubError for a repository that holds no model of ours, before its weights are fetched.
         """
-        folder = _cache_of(self.name.repository) / "snapshots" / self.hash
+        folder = self._folder
+        if (parts := self._gguf()) is not None:
+            return self._fetch_gguf(parts, out)
         if self.sizes is None:
             self._require_cached(folder)
             return folder
@@ -77,20 +81,56 @@ class Commit:
                 self._check(folder)
             self._get([*beside_weights(self.sizes), *({INDEX} & self.sizes.keys())], work)
             self._check(folder)
-            weights = [*self._weights(folder, self.sizes), *self._dense(folder)]
-            size = sum(self.sizes[name] for name in weights)
-            missing = sum(self.sizes[name] for name in weights if not (folder / name).exists())
-            _check_room(f"{self}", {folder: missing} if out is None else {folder: missing, out: size})
-            work.update(done=0, total=size)
-            self._get(weights, work)
+            self._get_weights([*self._weights(folder, self.sizes), *self._dense(folder)], out, work)
         return folder
+
+    def _gguf(self) -> list[str] | None:
+        """The parts of the GGUF file that is meant; None where safetensors are.
+
+        Raises HubError for a name that means none or several, and the hub's error for a file that is not in its cache.
+        """
+        if (files := self.sizes) is None:
+            files = [file.relative_to(self._folder).as_posix() for file in self._folder.rglob("*")]
+        if not self.name.tag and (_has_safetensors(files) or not any(name.endswith(".gguf") for name in files)):
+            return None
+        try:
+            return choose(self.name, files)
+        except HubError as error:
+            raise (self.error or error) from error
+
+    def _fetch_gguf(self, parts: Sequence[str], out: Path | None) -> Path:
+        if self.sizes is not None:
+            with long_work(f"fetching {self.name}", in_bytes=True) as work:
+                self._get_weights(parts, out, work)
+        return self._folder / parts[0]
+
+    def _get_weights(self, names: Sequence[str], out: Path | None, work: LongWork) -> None:
+        """Fetch the files of weights, if there is room. out: as in `fetch`."""
+        assert self.sizes is not None
+        size = sum(self.sizes[name] for name in names)
+        missing = sum(self.sizes[name] for name in names if not (self._folder / name).exists())
+        _check_room(f"{self}", {self._folder: missing} if out is None else {self._folder: missing, out: size})
+        work.update(done=0, total=size)
+        self._get(names, work)
+
+    @property
+    def _folder(self) -> Path:
+        """The folder of the commit in the hub's cache."""
+        return _cache_of(self.name.repository) / "snapshots" / self.hash
 
     def preview(self) -> Preview:
         """Return what the repository holds, by `config.json` and the small files that say more of the model.
 
-        Raises HubError for a repository without `config.json`.
+        Raises HubError for a repository without `config.json`, and for a GGUF file that is not fetched yet.
         """
-        folder = _cache_of(self.name.repository) / "snapshots" / self.hash
+        folder = self._folder
+        if (parts := self._gguf()) is not None:
+            if not all((folder / part).is_file() for part in parts):
+                raise HubError(
+                    f"{self.name}: a GGUF file itself says what it is, and it is not on this machine yet; fetch and "
+                    f"convert it with `jaxinfer convert {self.name}`."
+                )
+            return dataclasses.replace(preview(folder / parts[0]), source=source_text(self.source))
         if self.sizes is None:
             if self.error and not (folder / CONFIG).is_file():
                 raise self.error
@@ -107,7 +147,7 @@ class Commit:
         return self._preview(folder, refused)
 
     def _preview(self, folder: Path, refused: Sequence[str] = ()) -> Preview:
-        seen, source = preview(folder, weights=False), "{repository}@{commit}".format(**self.source)
+        seen, source = preview(folder, weights=False), source_text(self.source)
         if not refused:
             return dataclasses.replace(seen, source=source)
         return Preview(None, (*seen.refused, *refused), source)
@@ -116,17 +156,12 @@ class Commit:
         """Raise HubError for a repository without safetensors, which says what there is."""
         if "adapter_config.json" in sizes and CONFIG not in sizes:
             raise HubError(f"{self.name} is a LoRA adapter; load its base model, and pass the adapter in `adapters`.")
-        if any("/" not in name and name.endswith(".safetensors") for name in sizes):
+        if _has_safetensors(sizes):
             return
-        files = [name for name in sizes if name.endswith((".gguf", ".safetensors", *_PICKLES))]
+        files = [name for name in sizes if name.endswith((".safetensors", *_PICKLES))]
         has = f"only {', '.join(files[:3])}{', ...' * (len(files) > 3)}" if files else "and no other weights"
         remedy = "name a repository of a model"
-        if any(name.endswith(".gguf") for name in files):
-            remedy = (
-                f"for GGUF, download one file with `hf download {self.name.repository} FILE --local-dir DIR`, and name "
-                "DIR/FILE here"
-            )
-        elif any(name.endswith(_PICKLES) for name in files):
+        if any(name.endswith(_PICKLES) for name in files):
             remedy = (
                 "pickles can run code, so they are not read: name a revision with safetensors (ORG/NAME@refs/pr/N, if "
                 "a pull request has them), or save them with save_pretrained(DIR, safe_serialization=True)"
@@ -180,6 +215,11 @@ class Commit:
             SafetensorsFolder(folder)
         except CheckpointError as error:
             raise UnreachableError(f"{self.error} (In its cache: {error})") from error
+
+
+def _has_safetensors(files: Collection[str]) -> bool:
+    """Tell whether a repository has weights in its top folder."""
+    return any("/" not in name and name.endswith(".safetensors") for name in files)
 
 
 def find(name: HubName, known: str | None = None) -> Commit:

@@ -57,6 +57,10 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 SIZES = {
@@ -77,6 +81,7 @@ ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "quarter": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     "gemma3": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -85,6 +90,11 @@ ROPES = {
 FLOATS = ("F32", "F16", "BF16")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 32}
 EXPERTS |= {"intermediate_size": 32, "head_dim": 16, "tie_word_embeddings": False}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 24}
+DELTA = {
+    **{"hidden_size": 16, "head_dim": 16, "full_attention_interval": 2, "linear_conv_kernel_dim": 3},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 # name -> (architecture, tokenizer.ggml.pre, or SentencePiece's space prefix, rope, further sizes, types)
 GOLDENS = {
     "llama": ("llama", "llama-bpe", "llama3", {"attention_bias": True}, FLOATS),
@@ -105,8 +115,11 @@ GOLDENS = {
         {"head_dim": 4, "sliding_window": None, "layer_types": ["full_attention"] * 2},
         ("F32",),
     ),
-    "qwen2moe": ("qwen2moe", None, "default", EXPERTS | {"shared_expert_intermediate_size": 24}, ("F32",)),
+    "qwen2moe": ("qwen2moe", None, "default", SHARED, ("F32",)),
     "qwen3moe": ("qwen3moe", None, "default", EXPERTS | {"norm_topk_prob": True}, ("Q4_0",)),
+    "qwen3next": ("qwen3next", None, "quarter", SHARED | DELTA, ("F32",)),
+    "qwen35": ("qwen35", "qwen35", "quarter", DELTA, ("F32",)),
+    "qwen35moe": ("qwen35moe", None, "quarter", SHARED | DELTA, ("F32",)),
     "quantised": (
         *("llama", None, "default"),
         {"hidden_size": 256, "intermediate_size": 32, "head_dim": 32, "num_hidden_layers": 1}
@@ -118,7 +131,9 @@ GOLDENS = {
 }
 
 
-MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next"}
+MODEL_TYPES |= {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
+WITH_DELTA_RULES = ("qwen3next", "qwen35", "qwen35moe")
 
 
 def corpus():
@@ -135,10 +150,11 @@ def train_bpe(pre):
         "qwen2": pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), pieces]
         ),
+        "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN35), "isolated"), pieces]),
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole]),
         "gpt-2": whole,
     }[pre]
-    if pre == "qwen2":
+    if pre.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -220,12 +236,14 @@ def make_model(architecture, fields):
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = transformers.CONFIG_MAPPING[model_type](**fields, **ids)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    gemma = architecture.startswith("gemma")  # its norms multiply by 1 + weight
+    adds_one = architecture.startswith("gemma") or architecture in WITH_DELTA_RULES  # norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
             values *= (1.5 if "embed" in name else 3) / parameter.shape[-1] ** 0.5
-        elif name.endswith("bias") or gemma:
+        elif name.endswith("A_log"):
+            values -= 2  # states that remember
+        elif name.endswith("bias") or (adds_one and not name.endswith("linear_attn.norm.weight")):
             values *= 0.3
         else:
             values = 1 + 0.3 * values
@@ -239,25 +257,35 @@ def write_config(writer, architecture, config, vocab):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if architecture != "qwen35moe":
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(vocab)
-    if architecture in ("qwen2moe", "qwen3moe"):
+    if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if architecture == "qwen2moe":
+    if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     rope = config.rope_parameters
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         rope = rope["full_attention"]
     else:
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if architecture in WITH_DELTA_RULES:
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(2)
+    if architecture.startswith("qwen35"):
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -278,12 +306,45 @@ def write_tensors(writer, architecture, model):
             weight = weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1
-        for part, values in of_experts(name, weight):
+        tensors = of_experts(name, weight)
+        if architecture in WITH_DELTA_RULES:
+            tensors = [made for part in tensors for made in of_delta_rule(architecture, config, *part)]
+        for part, values in tensors:
             writer.add_tensor(names.get_name(part, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
     if architecture in ("llama", "exaone4") and config.rope_parameters["rope_type"] == "llama3":
         scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
         plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+
+
+def of_delta_rule(architecture, config, name, weight):
+    """A tensor of a model with delta rules as the converter writes it: Qwen3.5's value heads go through key heads."""
+    keys, group = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    channels = 2 * keys * config.linear_key_head_dim
+
+    def in_turn(values):
+        if architecture == "qwen3next":
+            return values
+        return values.reshape(keys, group, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+
+    if name.endswith("in_proj_qkvz.weight"):
+        sizes = (config.linear_key_head_dim,) * 2 + (group * config.linear_value_head_dim,) * 2
+        heads = np.split(weight.reshape(keys, -1, weight.shape[-1]), np.cumsum(sizes)[:-1], axis=1)
+        q, k, v, z = (part.reshape(-1, weight.shape[-1]) for part in heads)
+        return [(name.replace("qkvz", "qkv"), np.concatenate((q, k, v))), (name.replace("qkvz", "z"), z)]
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        weight = weight + 1
+    elif name.endswith("A_log"):
+        weight = in_turn(-np.exp(weight))
+    elif name.endswith("dt_bias"):
+        name, weight = name.replace("dt_bias", "dt_proj.bias"), in_turn(weight)
+    elif name.endswith(("conv1d.weight", "in_proj_qkv.weight")):
+        weight = np.concatenate((weight[:channels], in_turn(weight[channels:]))).squeeze()
+    elif name.endswith(("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight")):
+        weight = in_turn(weight)
+    elif name.endswith("linear_attn.out_proj.weight"):
+        weight = in_turn(weight.T).T
+    return [(name, weight)]
 
 
 def of_experts(name, weight):
@@ -367,7 +428,7 @@ def ids_of_texts(name, kind, bpe, spm, theirs):
     for i, text in enumerate(TEXTS):
         if bpe:
             ours = [bpe.token_to_id("<|begin|>")] * (kind == "llama-bpe") + bpe.encode(text).ids
-            same = kind != "qwen2" or text == unicodedata.normalize("NFC", text)
+            same = not kind.startswith("qwen") or text == unicodedata.normalize("NFC", text)
         else:
             ours, same = [spm.bos_id(), *spm.encode(text)] if text else rows[i], not any(s in text for s in SYMBOLS)
         if same and rows[i] != ours:

@@ -100,7 +100,7 @@ def test_fetches_the_shards_that_the_index_lists(hub, tiny):
     ("files", "message"),
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only pytorch_model.bin; pickles can run code"),
-        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; for GGUF, download one file with `hf download org/other"),
+        ({"tiny.Q4_K.gguf": b"x", "tiny.Q8_0.gguf": b"x"}, "2 models as GGUF files; there are :Q4_K, :Q8_0. Name one"),
         ({"unet/model.safetensors": b"x"}, "it is a pipeline of several models"),
         ({"README.md": b"x"}, "no safetensors in its top folder, and no other weights; name a repository of a model"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "a LoRA adapter"),
@@ -236,7 +236,7 @@ def test_experts_are_fetched_where_the_file_says_so(hub, tiny, tmp_path):
     assert list(system.broken) == ["missing"]  # a path that is not there is not asked for
     assert hub.requests.count("org/resnet") == 1
     (tmp_path / "system.toml").write_text(SYSTEM.replace("hf://org/resnet", "hf://resnet"))
-    with pytest.raises(ConfigError, match=r"experts\.fetched\.checkpoint must be hf://ORG/NAME .* got 'hf://resnet'"):
+    with pytest.raises(ConfigError, match=r"experts\.fetched\.checkpoint must be hf://ORG/NAME, .* got 'hf://resnet'"):
         SystemConfig.read("system.toml")
 
 

@@ -1,10 +1,12 @@
 """GGUF files: llama.cpp's tokens and ids, the values of the gguf package, and every refusal in one line."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import random
 import re
+import shutil
 import struct
 import zipfile
 
@@ -19,17 +21,21 @@ from jaxinfer.checkpoints.gguf_file import TYPES, GgufFile
 from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.gguf_config import config_fields
+from jaxinfer.models.files.gguf_delta_rule import DeltaRuleTensors
+from jaxinfer.models.files.gguf_model import GgufModel
 from jaxinfer.models.files.gguf_tokenizer import token_ids, tokenizer_files
 from jaxinfer.models.files.preview import Preview, preview
 from jaxinfer.models.files.verification import compare_tensors
 from jaxinfer.text.chat_template import ChatTemplates
+from tests.gguf_files import GOLDENS, rewrite, split
 from tests.models import goldens
 
-GOLDENS = goldens.DIRECTORY / "gguf"
 EXPECTED = json.loads((GOLDENS / "expected.json").read_text())
 MODELS = [name for name in EXPECTED if name.endswith(".gguf")]
 TEXTS = [name for name in EXPECTED if name not in MODELS]
-COMPUTE_AS_OTHERS = {f"{name}.F32.gguf" for name in ("gemma", "ernie4_5", "exaone4", "qwen2moe")}
+COMPUTE_AS_OTHERS = {
+    f"{name}.F32.gguf" for name in ("gemma", "ernie4_5", "exaone4", "qwen2moe", "qwen35", "qwen35moe", "qwen3next")
+}
 """Files whose tensors have names of their own, and whose layers other tests compute."""
 
 
@@ -157,31 +163,112 @@ def test_scores_of_the_largest_gemma_3_are_divided_by_the_width_of_all_heads(fil
     assert large["query_pre_attn_scalar"] == 4
 
 
+def test_value_heads_come_back_to_their_key_heads():
+    """Of 2 key heads and 6 value heads of 2 features, by their numbers as Hugging Face's checkpoints count them."""
+    rules = DeltaRuleTensors(key_heads=2, value_heads=6, key_dim=3, value_dim=2, in_turn=True)
+    in_turn = np.array([0, 3, 1, 4, 2, 5], "f4")
+    rows = np.repeat(in_turn, 2)
+    keys = np.arange(100, 112, dtype="f4")
+    together = np.repeat(np.arange(6, dtype="f4"), 2)
+    for name, stored, expected in (
+        ("dt_bias", in_turn, np.arange(6)),
+        ("in_proj_b.weight", in_turn[:, None], np.arange(6)[:, None]),
+        ("A_log", -np.exp(in_turn), np.arange(6)),
+        ("in_proj_z.weight", rows[:, None], together[:, None]),
+        ("conv1d.weight", np.r_[keys, rows][:, None], np.r_[keys, together][:, None]),
+        ("out_proj.weight", rows[None], together[None]),
+        ("norm.weight", rows, rows),
+    ):
+        np.testing.assert_allclose(rules.restore(f"model.layers.0.linear_attn.{name}", stored), expected, rtol=1e-6)
+    grouped = dataclasses.replace(rules, in_turn=False)
+    np.testing.assert_array_equal(grouped.restore("model.layers.0.linear_attn.dt_bias", in_turn), in_turn)
+    joined = grouped.by_key_head(np.r_[together][:, None] + 50, np.r_[keys, together][:, None])[:, 0].tolist()
+    assert joined[:9] == [100, 101, 102, 106, 107, 108, 0, 0, 1]
+    assert joined[9:18] == [1, 2, 2, 50, 50, 51, 51, 52, 52]
+    assert joined[18:] == [103, 104, 105, 109, 110, 111, 3, 3, 4, 4, 5, 5, 53, 53, 54, 54, 55, 55]
+
+
+def test_layers_that_predict_further_tokens_are_left_out(files, tmp_path):
+    """Files of Qwen3.5 may have such layers behind the others."""
+    original = files / "qwen35.F32.gguf"
+    further = {f"blk.2.{name}.weight": np.zeros((4, 16), "f4") for name in ("nextn.eh_proj", "attn_q")}
+    count = {"qwen35__block_count": 3, "qwen35__nextn_predict_layers": 1}
+    file = rewrite(tmp_path / "model.gguf", original, further, **count)
+    assert GgufModel(file).shapes == GgufModel(original).shapes
+    assert GgufModel(file).fields == GgufModel(original).fields
+
+
+# Split files
+
+
+@pytest.fixture(scope="module")
+def parts(files, tmp_path_factory):
+    """The parts of a split file, in a folder of their own."""
+    return split(tmp_path_factory.mktemp("parts") / "tiny-F32.gguf", files / "llama.F32.gguf", tensors=10)
+
+
+def test_any_part_names_the_whole(files, parts, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    assert [part.name for part in parts] == [f"tiny-F32-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    whole = GgufFile(files / "llama.F32.gguf")
+    for part in parts:
+        file = GgufFile(part)
+        assert {tensor.file for tensor in file.tensors.values()} == set(parts)
+        assert {key: value for key, value in file.metadata.items() if not key.startswith("split.")} == whole.metadata
+        for name in whole.tensors:
+            np.testing.assert_array_equal(file.read(name), whole.read(name), strict=True)
+    folder = resolve(parts[1])
+    assert folder.name.startswith("tiny-F32@")
+    assert resolve(parts[0]) == resolve(parts[2]) == resolve(parts[0].parent) == folder
+    assert not compare_tensors(folder, files / "llama.F32.gguf").beyond
+    assert preview(parts[2]).description == preview(files / "llama.F32.gguf").description
+
+
+def others(parts, files):
+    """Other files in place of the last part."""
+    folder = parts[0].with_name("other")
+    folder.mkdir(exist_ok=True)
+    return split(folder / "tiny-F32.gguf", files / "qwen2.F32.gguf", tensors=9)
+
+
+@pytest.mark.parametrize(
+    ("number", "content", "message"),
+    [
+        (2, None, "tiny-F32-00001-of-00003.gguf: missing of its 3 parts: tiny-F32-00002-of-00003.gguf; fetch all"),
+        (
+            3,
+            lambda parts, _: parts[1],
+            "00003.gguf: part 3 of 3 by its name, and part 2 of 3 by its metadata; give each",
+        ),
+        (2, lambda _, files: files / "llama.F32.gguf", "part 2 of 3 by its name, and a whole file by its metadata"),
+        (3, lambda parts, files: others(parts, files)[2], "split.tensors.count=.*, which tiny-F32-00001-of-00003.gguf"),
+    ],
+)
+def test_parts_that_are_missing_or_of_other_files_are_refused(files, parts, tmp_path, number, content, message):
+    here = [tmp_path / part.name for part in parts]
+    for source, copy in zip(parts, here, strict=True):
+        shutil.copy(source, copy)
+    if content is None:
+        here[number - 1].unlink()
+    else:
+        shutil.copy(content(parts, files), here[number - 1])
+    with pytest.raises(CheckpointError, match=message) as error:
+        convert(here[0], tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_in_two_parts_is_refused(files, tmp_path):
+    first, second = (split(tmp_path / f"{n}.gguf", files / "llama.F32.gguf", tensors=15) for n in "ab")
+    content = second[0].read_bytes()
+    number = b"split.no" + struct.pack("<I", gguf.GGUFValueType.UINT16)
+    assert content.count(number + b"\0\0") == 1
+    first[1].write_bytes(content.replace(number + b"\0\0", number + b"\1\0"))
+    with pytest.raises(CheckpointError, match=r"a-00002-of-00002.gguf: .* is in a-00001-of-00002.gguf, too; fetch all"):
+        GgufFile(first[0])
+
+
 # What is refused
-
-
-def rewrite(out: pathlib.Path, file: pathlib.Path, tensors: dict | None = None, **changes) -> pathlib.Path:
-    """A copy of a file with other metadata and tensors by name; None: left out. Keys have __ for a dot."""
-    reader = gguf.GGUFReader(file)
-    changes = {key.replace("__", "."): value for key, value in changes.items()}
-    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    writer = gguf.GGUFWriter(out, changes.pop("general.architecture", fields["general.architecture"].contents()))
-    for key, field in fields.items():
-        if key != "general.architecture" and key not in changes:
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
-    for key, value in changes.items():
-        if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    data = {tensor.name: tensor.data for tensor in reader.tensors} | (tensors or {})
-    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
-    for tensor, values in data.items():
-        if values is not None:
-            writer.add_tensor(tensor, values, raw_dtype=None if tensor in (tensors or {}) else types[tensor])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
 
 
 def refuses(file: pathlib.Path, message: str) -> None:
@@ -223,7 +310,7 @@ def refuses(file: pathlib.Path, message: str) -> None:
         ({"tokenizer__ggml__normalizer": "lower"}, "tokenizer.ggml.normalizer=lower is not implemented"),
         ({"tokenizer__rwkv__world": "words"}, "tokenizer.rwkv.world=words is not implemented"),
         ({"tokenizer__chat_templates": ["../x"]}, "must be names of templates"),
-        ({"split__count": 3, "split__no": 1}, "part 2 of 3, and split files are not implemented; join them"),
+        ({"split__count": 3, "split__no": 1}, "a whole file by its name, and part 2 of 3 by its metadata"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "1 missing: layers.1.mlp.up_proj.weight"),
         ({"tensors": {"token_embd.weight": None}}, "token_embd.weight, the matrix of embeddings, is missing"),
         ({"tensors": {"blk.0.ssm_a.weight": np.zeros(8)}}, "blk.0.ssm_a.weight is stored as F64"),

@@ -34,7 +34,8 @@ class LLM(EngineHolder):
 
     Args:
       path: a model directory, as `jaxinfer convert` makes it; or a Hugging Face directory, a GGUF file, or a repository
-        of the hub (ORG/NAME, or ORG/NAME@REVISION), which is converted into the cache folder when it is first given.
+        of the hub (ORG/NAME, ORG/NAME@REVISION, or ORG/NAME:Q4_K_M for one of its GGUF files), which is converted into
+        the cache folder when it is first given.
       mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a table [mesh], perhaps
         [rules], and perhaps [memory] with `MemoryOptions`, a `jax.sharding.Mesh` with MeshConfig's axes, or None for
         the first device.

@@ -406,9 +406,12 @@ def open_writer(
 def source_of(path: str | os.PathLike[str]) -> str:
     """Return where a model directory was fetched from, as ORG/NAME@COMMIT; empty if it was not."""
     content = read_file(path, SOURCE)
-    return (
-        "" if content is None else "{repository}@{commit}".format(**msgspec.json.decode(content, type=dict[str, str]))
-    )
+    return "" if content is None else source_text(msgspec.json.decode(content, type=dict[str, str]))
+
+
+def source_text(source: Mapping[str, str]) -> str:
+    """Write the source that a model directory names as ORG/NAME@COMMIT, or for a GGUF file as ORG/NAME@COMMIT:TAG."""
+    return f"{source['repository']}@{source['commit']}" + (f":{tag}" if (tag := source.get("tag")) else "")
 
 
 def _stored_leaves(

@@ -49,7 +49,32 @@ _EXPERTS_LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_DELTA_LAYER = {
+    **{ours: theirs for ours, theirs in _EXPERTS_LAYER.items() if ours != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_NEXT_LAYER = {
+    **_DELTA_LAYER,
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
 _EXPERTS_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+_SHARED_KEYS = (*_EXPERTS_KEYS, "expert_shared_feed_forward_length")
+_DELTA_KEYS = (
+    *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"),
+    *("full_attention_interval", "nextn_predict_layers"),
+    "rope.dimension_sections",  # positions in images have three axes, which are equal in texts
+)
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of Llama 3.1's rotary positions are divided; the other tensors have names in Hugging Face."""
 
@@ -63,6 +88,7 @@ class GgufArchitecture:
       layer: the names of a layer's tensors in GGUF -> in Hugging Face's checkpoints.
       norm_offset: by how much norms are larger than in Hugging Face's checkpoints.
       rotates_pairs: whether rotated rows of queries and keys lie in pairs (2i, 2i + 1), not (i, i + head_dim / 2).
+      has_delta_rules: whether layers have gated delta rules; in attention the first features of a head rotate.
       keys: what its metadata may have beside the keys of all.
     """
 
@@ -70,6 +96,7 @@ class GgufArchitecture:
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
     norm_offset: float = 0.0
     rotates_pairs: bool = False
+    has_delta_rules: bool = False
     keys: tuple[str, ...] = ()
 
     def tensor_name(self, name: str) -> str:
@@ -77,12 +104,13 @@ class GgufArchitecture:
 
         Raises ValueError for an unknown one.
         """
-        match = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", name)
-        table = {} if match is None else _TOP if match["layer"] is None else self.layer
-        if match is None or match["part"] not in table:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias|)", name)
+        layer, part, kind = (None, "", "") if match is None else match.groups()
+        table = _TOP if layer is None else self.layer
+        theirs = table.get(part + kind) or (table[part] + kind if part in table else "")
+        if not theirs:
             raise ValueError(f"the tensor {name!r} is not implemented for {self.model_type}; use a file without it.")
-        layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
-        return f"{layer}{table[match['part']]}.{match['kind']}"
+        return theirs if layer is None else f"model.layers.{layer}.{theirs}"
 
 
 ARCHITECTURES = {
@@ -102,10 +130,25 @@ ARCHITECTURES = {
         layer=_EXAONE_LAYER,
         keys=("attention.sliding_window", "attention.sliding_window_pattern"),
     ),
-    "qwen2moe": GgufArchitecture(
-        model_type="qwen2_moe", layer=_EXPERTS_LAYER, keys=(*_EXPERTS_KEYS, "expert_shared_feed_forward_length")
-    ),
+    "qwen2moe": GgufArchitecture(model_type="qwen2_moe", layer=_EXPERTS_LAYER, keys=_SHARED_KEYS),
     "qwen3moe": GgufArchitecture(model_type="qwen3_moe", layer=_EXPERTS_LAYER, keys=_EXPERTS_KEYS),
+    "qwen3next": GgufArchitecture(
+        model_type="qwen3_next",
+        layer=_NEXT_LAYER,
+        norm_offset=1.0,
+        has_delta_rules=True,
+        keys=(*_SHARED_KEYS, *_DELTA_KEYS),
+    ),
+    "qwen35": GgufArchitecture(
+        model_type="qwen3_5_text", layer=_DELTA_LAYER, norm_offset=1.0, has_delta_rules=True, keys=_DELTA_KEYS
+    ),
+    "qwen35moe": GgufArchitecture(
+        model_type="qwen3_5_moe_text",
+        layer=_DELTA_LAYER,
+        norm_offset=1.0,
+        has_delta_rules=True,
+        keys=(*_SHARED_KEYS, *_DELTA_KEYS),
+    ),
 }
 
 _KEYS = (
@@ -147,16 +190,18 @@ def config_fields(
     keys.refuse_others({*_KEYS, *architecture.keys})
     embed, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", default=embed // max(heads, 1))
-    for same in ("attention.value_length", "rope.dimension_count"):
-        keys.expect(same, head_dim)
+    keys.expect("attention.value_length", head_dim)
+    if not architecture.has_delta_rules:
+        keys.expect("rope.dimension_count", head_dim)
     if len(table := shapes.get("token_embd.weight", ())) != 2:
         raise ValueError("token_embd.weight, the matrix of embeddings, is missing; fetch the file again.")
     theta = keys.number("rope.freq_base", default=10_000.0)
+    experts = keys.values.get(f"{keys.architecture}.expert_feed_forward_length")  # the width of all MLPs, if alone
     fields = {
         "model_type": architecture.model_type,
         "vocab_size": table[0],
         "hidden_size": embed,
-        "intermediate_size": keys.integer("feed_forward_length"),
+        "intermediate_size": keys.integer("feed_forward_length", default=experts),
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", default=heads),
@@ -170,6 +215,13 @@ def config_fields(
     }
     read = _OWN_FIELDS.get(architecture.model_type)
     return fields if read is None else fields | read(keys, fields)
+
+
+def is_needed(metadata: Mapping[str, Any], name: str) -> bool:
+    """Tell whether a tensor is of the model, and not of a layer that predicts the token after the next."""
+    layers = _Keys(metadata, metadata["general.architecture"]).further_layers
+    match = re.match(r"blk\.(\d+)\.", name)
+    return name != ROPE_FACTORS and (match is None or int(match[1]) not in layers)
 
 
 def generation_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +257,12 @@ class _Keys:
         name = f"{self.architecture}.{key}"
         if (actual := self.values.get(name, value)) != value:
             raise ValueError(f"{name}={actual!r} is not implemented, only {value!r}; choose another model.")
+
+    @property
+    def further_layers(self) -> range:
+        """The last layers, which predict the tokens after the next; most models have none."""
+        count = self.integer("block_count")
+        return range(count - self.integer("nextn_predict_layers", default=0), count)
 
     def refuse_others(self, known: set[str]) -> None:
         """Refuse all keys but the known ones, and those that say that there is no such part."""
@@ -260,15 +318,35 @@ def _exaone4(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_experts(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Qwen2-MoE and Qwen3-MoE that others have not; llama.cpp divides the weights of the latter alone."""
-    shared = keys.architecture == "qwen2moe"
+    """The fields of mixtures of Qwen that others have not; of Qwen2-MoE alone llama.cpp does not divide the weights."""
+    shared = keys.architecture != "qwen3moe"
     return {
         "num_experts": keys.integer("expert_count"),
         "num_experts_per_tok": keys.integer("expert_used_count"),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
-        "norm_topk_prob": not shared,
+        "norm_topk_prob": keys.architecture != "qwen2moe",
         "qkv_bias": fields["attention_bias"],
     } | ({"shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length")} if shared else {})
+
+
+def _with_delta_rules(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of models with gated delta rules; the layers that predict tokens after the next are left out."""
+    heads, rotated = keys.integer("ssm.time_step_rank"), keys.integer("rope.dimension_count")
+    return {
+        "num_hidden_layers": keys.further_layers.start,
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": keys.integer("ssm.inner_size") // max(heads, 1),
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "full_attention_interval": keys.integer("full_attention_interval", default=4),
+        "rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": rotated / fields["head_dim"]},
+    }
+
+
+def _experts_and_delta_rules(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of models with both."""
+    return _with_experts(keys, fields) | _with_delta_rules(keys, fields)
 
 
 _OWN_FIELDS = {
@@ -277,6 +355,9 @@ _OWN_FIELDS = {
     "exaone4": _exaone4,
     "qwen2_moe": _with_experts,
     "qwen3_moe": _with_experts,
+    "qwen3_next": _experts_and_delta_rules,
+    "qwen3_5_text": _with_delta_rules,
+    "qwen3_5_moe_text": _experts_and_delta_rules,
 }
 
 

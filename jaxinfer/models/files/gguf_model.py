@@ -4,6 +4,8 @@ Undoes what llama.cpp's converter does to tensors, so that the families map them
 """
 
 import os
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,9 @@ from jaxinfer.models.files.gguf_config import (
     architecture_of,
     config_fields,
     generation_fields,
+    is_needed,
 )
+from jaxinfer.models.files.gguf_delta_rule import DeltaRuleTensors
 
 QUANTIZED = "bfloat16"
 """The dtype that quantised matrices are stored in."""
@@ -46,17 +50,15 @@ class GgufModel:
             self.fields |= gguf_tokenizer.token_ids(file.metadata)
             self.generation = generation_fields(file.metadata)
             self.files = gguf_tokenizer.tokenizer_files(file.metadata, self.fields["vocab_size"])
-            names = {architecture.tensor_name(name): name for name in shapes if name != ROPE_FACTORS}
-            names = _of_experts(names, shapes)
+            names = defaultdict[str, tuple[str, ...]](tuple)
+            for name in sorted(name for name in shapes if is_needed(file.metadata, name)):
+                names[architecture.tensor_name(name)] += (name,)
+            self._names = _of_experts(names, shapes)
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
-        self._names, self._architecture = names, architecture
-        self.tensors = {
-            theirs: TensorInfo(
-                file.path, name, _shape(theirs, shapes[name], expert), _stored_dtype(file.tensors[name].type.name)
-            )
-            for theirs, (name, expert) in names.items()
-        }
+        self._architecture = architecture
+        self._delta_rules = DeltaRuleTensors.from_fields(self.fields) if architecture.has_delta_rules else None
+        self.tensors = {theirs: self._describe(theirs, *stored) for theirs, stored in self._names.items()}
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -65,7 +67,13 @@ class GgufModel:
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
-        tensor, architecture = self._file.read(*self._names[name]), self._architecture
+        stored, expert = self._names[name]
+        tensor, *joined = (self._file.read(each, expert) for each in stored)
+        architecture, rules = self._architecture, self._delta_rules
+        if rules and joined:
+            return rules.by_key_head(tensor, *joined)
+        if rules and ".linear_attn." in name:
+            return rules.restore(name, tensor).reshape(self.tensors[name].shape)
         if architecture.norm_offset and name.endswith("norm.weight"):
             return tensor.astype(np.float32) - architecture.norm_offset
         if architecture.rotates_pairs and ".q_proj." in name:
@@ -74,25 +82,40 @@ class GgufModel:
             return _pairs_apart(tensor, self.fields["num_key_value_heads"])
         return tensor.reshape(self.tensors[name].shape)
 
+    def _describe(self, theirs: str, stored: tuple[str, ...], expert: int | None) -> TensorInfo:
+        """Describe a tensor of Hugging Face's checkpoints that is made of stored ones, whose rows are joined."""
+        tensors = [self._file.tensors[name] for name in stored]
+        shape = _shape(theirs, tensors[0].shape, expert)
+        if len(tensors) > 1:
+            shape = (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
+        return TensorInfo(tensors[0].file, stored[0], shape, _stored_dtype(tensors[0].type.name))
 
-def _of_experts(names: dict[str, str], shapes: dict[str, Shape]) -> dict[str, tuple[str, int | None]]:
-    """The tensor of each name in Hugging Face's checkpoints, and which expert's matrix of it; None: the whole."""
-    tensors: dict[str, tuple[str, int | None]] = {}
-    for theirs, name in names.items():
+
+_Stored = tuple[tuple[str, ...], int | None]
+"""The tensors of a file that one of Hugging Face's is made of, and which expert's matrix of them; None: the whole."""
+
+
+def _of_experts(names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Shape]) -> dict[str, _Stored]:
+    """List what each tensor in Hugging Face's checkpoints is made of; of experts there is one for each."""
+    tensors: dict[str, _Stored] = {}
+    for theirs, stored in names.items():
         if "{}" not in theirs:
-            tensors[theirs] = name, None
+            tensors[theirs] = stored, None
             continue
-        if len(shapes[name]) != 3:
-            raise ValueError(f"{name} is {list(shapes[name])}, not a matrix for each expert; fetch the file again.")
-        tensors |= {theirs.format(expert): (name, expert) for expert in range(shapes[name][0])}
+        shape = shapes[stored[0]]
+        if len(shape) != 3:
+            raise ValueError(f"{stored[0]} is {list(shape)}, not a matrix for each expert; fetch the file again.")
+        tensors |= {theirs.format(expert): (stored, expert) for expert in range(shape[0])}
     return tensors
 
 
 def _shape(theirs: str, stored: Shape, expert: int | None) -> Shape:
-    """The shape of a tensor in Hugging Face's checkpoints; llama.cpp may leave out that a gate has one row."""
+    """The shape of a tensor in Hugging Face's checkpoints; llama.cpp may leave out that a dimension is 1."""
     if expert is not None:
         return stored[1:]
-    return (1, *stored) if theirs.endswith("shared_expert_gate.weight") and len(stored) == 1 else stored
+    if theirs.endswith("shared_expert_gate.weight") and len(stored) == 1:
+        return (1, *stored)
+    return (stored[0], 1, *stored[1:]) if theirs.endswith("conv1d.weight") and len(stored) == 2 else stored
 
 
 def _stored_dtype(type_: str) -> str:

@@ -60,6 +60,7 @@ _SPLITTINGS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _Splitting(pieces=pieces(r"\p{N}"), nfc=True),
+    "qwen35": _Splitting(pieces=pieces(r"\p{N}", marks=r"\p{M}"), nfc=True),
     "smollm": _Splitting(digits=True),
 }
 

@@ -11,10 +11,14 @@ Part = dict[str, Any]
 """A normalizer, pre-tokenizer or decoder: its `type`, and its settings."""
 
 
-def pieces(numbers: str) -> str:
-    """The pattern of contractions, words, numbers, punctuation, line ends and spaces of Llama 3 and Qwen2."""
+def pieces(numbers: str, *, marks: str = "") -> str:
+    r"""The pattern of contractions, words, numbers, punctuation, line ends and spaces of Llama 3 and Qwen.
+
+    marks: what a word may have beside letters, as in Qwen3.5 (`\p{M}`).
+    """
+    words = rf"[\p{{L}}{marks}]+" if marks else r"\p{L}+"
     return (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{words}|{numbers}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
