@@ -312,6 +312,53 @@ def hunyuan_v1_moe(draw):
     return hunyuan_v1_dense(draw) | experts
 
 
+def delta_rules(draw, layers):
+    """The fields of gated delta rules, in some layers of so many but not in all."""
+    kinds = [
+        "linear_attention",
+        "full_attention",
+        *(draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 2)),
+    ]
+    draw.shuffle(kinds)
+    key_heads = draw.choice([1, 2, 4])
+    fields = {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.choice([1, 2, 3])}
+    fields |= {"linear_key_head_dim": draw.choice([6, 8, 16]), "linear_value_head_dim": draw.choice([5, 8, 16])}
+    return fields | {"linear_conv_kernel_dim": draw.choice([2, 4]), "layer_types": kinds}
+
+
+def qwen3_5_text(draw):
+    fields, head_dim = draw.sizes(layers=(4, 5)), draw.choice([16, 24])
+    rope = {"partial_rotary_factor": draw.choice([0.25, 0.5]), "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+    fields |= draw.rope(kinds=("default",), **rope) | {"head_dim": head_dim}
+    return fields | delta_rules(draw, fields["num_hidden_layers"])
+
+
+def qwen3_5(draw):
+    return {"text_config": qwen3_5_text(draw), "vision_config": QWEN_SEES} | draw.flags("tie_word_embeddings")
+
+
+def qwen3_5_moe(draw):
+    text = qwen3_5_text(draw) | draw.experts() | {"shared_expert_intermediate_size": draw.choice([10, 24])}
+    del text["intermediate_size"]
+    return {"text_config": text, "vision_config": QWEN_SEES} | draw.flags("tie_word_embeddings")
+
+
+def qwen3_next(draw):
+    fields = draw.sizes(layers=(4, 5)) | draw.rope(partial_rotary_factor=draw.choice([0.25, 0.5])) | draw.experts()
+    fields |= {"head_dim": draw.choice([16, 24]), "shared_expert_intermediate_size": draw.choice([10, 24])}
+    fields |= {"decoder_sparse_step": draw.choice([1, 2]), "mlp_only_layers": draw.choice([[], [1]])}
+    fields |= draw.flags("norm_topk_prob", "tie_word_embeddings")
+    return fields | delta_rules(draw, fields["num_hidden_layers"])
+
+
+def olmo_hybrid(draw):
+    fields = draw.sizes(layers=(4, 5)) | draw.flags("attention_bias", "linear_allow_neg_eigval", "tie_word_embeddings")
+    fields |= delta_rules(draw, fields["num_hidden_layers"])
+    if draw.coin():  # widths of heads by the model's
+        del fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    return fields | (draw.rope() if draw.coin() else {"rope_parameters": {"rope_type": "default", "rope_theta": None}})
+
+
 def as_transformers_4(config):
     """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
     for fields in (config, config.get("text_config") or {}):
@@ -332,6 +379,8 @@ def randomise(model):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
             values *= 1.5 / parameter.shape[-1] ** 0.5
+        elif name.endswith("A_log"):
+            values -= 2  # states that remember
         elif name.endswith("bias") or adds_one:
             values *= 0.3
         else:
