@@ -216,6 +216,19 @@ def test_an_empty_table_publishes_kv_events_by_default(tmp_path):
     assert config == KVEventsConfig(endpoint="tcp://*:5556", buffer_steps=10_000, format="array")
 
 
+def test_the_parts_of_a_gguf_file_in_the_folder_are_one_model(tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("tiny-Q8_0-00002-of-00002", "tiny-Q8_0-00001-of-00002", "small"):
+        (folder / f"{name}.gguf").touch()
+    (tmp_path / "serve.toml").write_text(f"model_folder = '{folder}'")
+    models = read_config(tmp_path / "serve.toml").models
+    assert {name: model.path.name for name, model in models.items()} == {
+        "small": "small.gguf",
+        "tiny-Q8_0": "tiny-Q8_0-00001-of-00002.gguf",
+    }
+
+
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "serve.toml").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="codec"):
