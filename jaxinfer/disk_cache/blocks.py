@@ -163,11 +163,10 @@ class BlockFolder:
         """Read a block into these bytes, as many as it has; False if it is absent, or damaged."""
         problem, checksum = "it is damaged, or others can write to it", bytearray(_CHECKSUM_BYTES)
         try:
-            found = read_own_into(self._file(key), memoryview(checksum), *parts)
+            if read_own_into(self._file(key), memoryview(checksum), *parts) and checksum == _checksum(key, *parts):
+                return True
         except OSError as error:
-            found, problem = False, error.strerror or str(error)
-        if found and checksum == _checksum(key, *parts):
-            return True
+            problem = error.strerror or str(error)
         with self._changing:
             if key in self:
                 log.warning("%s is not used, and deleted: %s.", self._file(key), problem)

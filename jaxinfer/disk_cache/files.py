@@ -228,9 +228,10 @@ def _own(file: Path) -> Iterator[int | None]:
     handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
-        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
-        if own:
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
+            yield None
+        else:
             os.utime(handle)
-        yield handle if own else None
+            yield handle
     finally:
         os.close(handle)

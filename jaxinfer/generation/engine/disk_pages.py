@@ -101,11 +101,11 @@ class DiskPages(PageTier):
         size = sum(self._buckets.moves_of(len(keys)))
         block = self._block_memory.make_block(size) if base is None else base.result().block
         start, arrays = time.perf_counter(), arrays_of(block)
-        wanted = [(at, key) for at, key in enumerate(keys) if key in missing]
-        ahead = iter([key for _, key in wanted])
+        places = [(at, key) for at, key in enumerate(keys) if key in missing]
+        ahead = iter([key for _, key in places])
         for key in itertools.islice(ahead, AHEAD):
             self.blocks.read_ahead(key)
-        for at, key in wanted:
+        for at, key in places:
             for later in itertools.islice(ahead, 1):
                 self.blocks.read_ahead(later)
             # Each array has a page of each stage, [S, N, ...].
