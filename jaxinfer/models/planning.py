@@ -45,7 +45,13 @@ def _heads(kind: LayerConfig) -> int:
 def _mixer(embed: int, mixer: Mixer) -> dict[str, Any]:
     """The fields of `LayerShape` that the mixer decides."""
     if isinstance(mixer, DeltaRuleConfig):
-        return delta_rule(**{field.name: getattr(mixer, field.name) for field in dataclasses.fields(mixer)})
+        return delta_rule(
+            key_heads=mixer.key_heads,
+            value_heads=mixer.value_heads,
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            conv=mixer.conv,
+        )
     assert isinstance(mixer, AttentionConfig)
     return {
         "kv_params": 2 * mixer.kv_heads * mixer.head_dim * embed,

@@ -17,7 +17,7 @@ from jaxinfer.evaluation.generation.simulator import simulate
 from jaxinfer.evaluation.generation.step_times import PlannedTimes
 from jaxinfer.evaluation.serving.arrivals import TracedRequest, at_rate
 from jaxinfer.evaluation.serving.figures import Objective, summarise
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import SNAPSHOTS_PER_SEQUENCE, EngineConfig
 from jaxinfer.generation.execution.plan import Plan, Way
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.sharding.planner import Device, ModelShape, NothingFitsError, Prediction, Runner, System, Tokens, Workload
@@ -100,11 +100,17 @@ class Replica:
         ways = self.made.plan.ways
         return Runner(model=target.model, device=target.device, system=target.system, ways=ways, format=target.form)
 
+    @property
+    def num_snapshots(self) -> int:
+        """The snapshots of recurrent states of a lane; 0: the model has no states."""
+        return SNAPSHOTS_PER_SEQUENCE * self.batch if self.target.model.has_states else 0
+
     @functools.cached_property
     def num_pages(self) -> int:
         """The pages of a lane's cache that fit."""
         memory = self.made.memory
-        used = memory.weights + memory.requests + memory.work + kv_bytes(self.runner, 0, self.batch + 1)
+        states = kv_bytes(self.runner, 0, self.batch + 1 + self.num_snapshots)
+        used = memory.weights + memory.requests + memory.work + states
         return int((USABLE * self.target.device.memory - used) / kv_bytes(self.runner, PAGE, 0))
 
     def simulate(self, requests: Sequence[TokenRequest], workload: Workload) -> Replayed:
@@ -125,7 +131,16 @@ class Replica:
             num_pages=self.num_pages,
         )
         costs = self._costs(plan, workload)
-        return simulate(requests, config, plan, PlannedTimes(self.runner), costs=costs, platform="gpu", lanes=ways.data)
+        return simulate(
+            requests,
+            config,
+            plan,
+            PlannedTimes(self.runner),
+            costs=costs,
+            platform="gpu",
+            lanes=ways.data,
+            num_snapshots=self.num_snapshots,
+        )
 
     def _costs(self, plan: Plan, workload: Workload) -> Costs:
         """The seconds of decode passes, by which the scheduler chooses how many a step has."""

@@ -23,6 +23,7 @@ def simulate(
     platform: str,
     lanes: int = 1,
     tier: TierTimes | None = None,
+    num_snapshots: int = 0,
 ) -> Replayed:
     """Run a load in virtual time, on an engine with the real one's scheduler.
 
@@ -35,6 +36,7 @@ def simulate(
       platform: "cpu" or "gpu".
       lanes: of the engine's mesh.
       tier: seconds of the host's pages, if the plan has some.
+      num_snapshots: snapshots of recurrent states of each lane; 0: the model has no states.
 
     Raises ValueError for a request that the engine could never run.
     """
@@ -44,7 +46,14 @@ def simulate(
     passes = plan.pass_costs(costs, config.num_speculative_tokens)
     kept = None if tier is None else VirtualPages(plan.host_pages, plan.decoder_buckets, clock, tier)
     parts = decoder_lanes(
-        config, plan, passes, platform=platform, lanes=lanes, tier=kept, identity=lambda root: b"simulated"
+        config,
+        plan,
+        passes,
+        platform=platform,
+        lanes=lanes,
+        tier=kept,
+        identity=lambda root: b"simulated",
+        num_snapshots=num_snapshots,
     )
     executor = VirtualExecutor(clock, times, page_seconds=0.0 if tier is None else tier.write)
     engine = Engine(config, inputs, scheduler_of(parts), executor, restoring=restoring_of(parts), clock=clock)

@@ -147,7 +147,8 @@ def check_memory(llm):
     """Arguments to the byte; with what programs compute within 10%."""
     runner, config, memory = runner_of(llm), llm.engine.config, llm.memory
     layout = llm.engine.executor.state.layout
-    stored = weight_bytes(runner) + kv_bytes(runner, memory.num_pages * config.page_size, config.max_batch + 1)
+    states = config.max_batch + 1 + layout.num_snapshots
+    stored = weight_bytes(runner) + kv_bytes(runner, memory.num_pages * config.page_size, states)
     stored += part_bytes(layout.adapters)  # which are the user's, not the model's
     options = layout.slots(1).options.packed.shape[1]
     for program in programs_of(llm):
