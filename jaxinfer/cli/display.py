@@ -5,6 +5,7 @@ import math
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 WIDTH = 80
 """Columns that every table fits into. Narrower terminals break its lines, where rich would cut figures."""
@@ -53,3 +54,11 @@ def show(*shown: RenderableType) -> None:
     console.width = max(console.width, WIDTH) if console.is_terminal else PIPED_WIDTH
     for each in shown:
         console.print(each)
+
+
+def say(paragraph: str) -> None:
+    """Print a paragraph, in a terminal with no words broken."""
+    if Console().is_terminal:
+        show(Text(paragraph))
+    else:
+        print(paragraph)

@@ -40,7 +40,7 @@ def test_a_fleet_with_its_bill(trace, tmp_path):
     title = "llama-3.1-8b (8.0B, 16 bits) on h200 for 2,000 requests/s of 300 + 4 tokens (means), 99% within ttft=500ms"
     assert title in " ".join(text.split())
     row = next(line for line in text.splitlines() if line.startswith(" data=1 "))
-    count, spares, devices = map(int, re.match(r" data=1 +(\d+) +(\d+) +(\d+) ", row).groups())
+    count, spares, devices = map(int, re.match(r" data=1 +(\d+) \+ (\d+) +(\d+) ", row).groups())
     assert devices == count + spares
     assert spares >= 0
     bill = float(row.split()[-1])
@@ -58,7 +58,7 @@ def test_a_fleet_with_its_bill(trace, tmp_path):
         ((*MODEL, "--trace", "TRACE", "--slo", "e2e=5s"), "--slo must be times such as"),
         ((*MODEL, "--trace", "TRACE", "--slo", "ttft=1s,ttft=2s"), "each once"),
         ((*MODEL, "--trace", "TRACE", *SLO, "--rate", 0), "--rate must be requests a second, > 0, got 0.0"),
-        ((*MODEL, "--trace", "TRACE", *SLO, "--batch", 8), "finds its own batch: leave out --batch"),
+        ((*MODEL, "--trace", "TRACE", *SLO, "--batch", 8), "does not take options of one batch: leave out --batch"),
         ((*MODEL, "--trace", "absent.csv", *SLO), "absent.csv cannot be read"),
         ((*MODEL, "--trace", "TRACE", "--slo", "tpot=1ms"), "no mesh keeps the objective"),
     ],

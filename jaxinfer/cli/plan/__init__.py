@@ -183,7 +183,7 @@ def _predict(
     with long_work(f"reading {model}"):
         from rich.filesize import decimal
 
-        from jaxinfer.cli.display import figure, show
+        from jaxinfer.cli.display import figure, say, show
         from jaxinfer.generation.api.build import split_options
         from jaxinfer.generation.engine.config import EngineConfig
         from jaxinfer.generation.execution.memory import FRACTION
@@ -210,24 +210,24 @@ def _predict(
     needs = DeviceBytes(opened, config, memory)
     if placement is None:
         used = needs.of_whole(0)
-        typer.echo("All weights fit on the devices, so nothing is streamed.")
+        say("All weights fit on the devices, so nothing is streamed.")
     else:
         there, experts = placement.tiers.count("device") + placement.depth.device + 1, placement.experts
         used = needs.of_streamed(there, 0, None if experts is None else experts.slots)
-        typer.echo(placement)
+        say(str(placement))
     most = max(1, int((needs.limit - used) * FRACTION) // needs.cache)
     if placement is not None and (sizes := needs.cache_sizes) is not None and sizes.offloaded:
         most = max(1, sizes.offloaded // sizes.least)
     best = min(planned.balanced, most) if planned.predict(1).bound == "fetch" else None
     show(_passes(planned, best, most))
     links = "".join(f"{decimal(int(rate))}/s from {tier} to all devices, " for tier, rate in planned.bandwidths.items())
-    typer.echo(f"{links}{figure(planned.runner.device.flops / 1e12, 3)} TFLOP/s of each device.")
-    typer.echo(f"The cache has room for {most:,} sequences of {context} tokens.")
+    say(f"{links}{figure(planned.runner.device.flops / 1e12, 3)} TFLOP/s of each device.")
+    say(f"The cache has room for {most:,} sequences of {context} tokens.")
     notes = [expert_note(planned.runner, best or 1), cache_note(planned.runner, context // 2, rates)]
     if best is not None and memory.kv_offload is None:
         notes.append(offload_note(planned.runner, context, most, planned.balanced))
     for note in filter(None, notes):
-        typer.echo(note)
+        say(note)
 
 
 def _passes(planned: "PlannedPass", best: int | None, most: int) -> "Table":

@@ -86,7 +86,7 @@ class DeviceOptions:
 def plan_devices(options: DeviceOptions) -> None:
     """Print the best plans; write and draw them if asked to."""
     with long_work("predicting plans"):
-        from jaxinfer.cli.display import show
+        from jaxinfer.cli.display import say, show
         from jaxinfer.sharding.planner import Runner, rank
 
         model, device, system, form = planned(options)
@@ -94,14 +94,14 @@ def plan_devices(options: DeviceOptions) -> None:
         made = rank(model, device, count, system, form, workload, by=options.by)  # type: ignore[arg-type]  # checked
     best = _best_of_each(made)
     show(_table(_shown(best), model, device, count, form, workload))
-    typer.echo(
+    say(
         f"{len(made):,} plans fit; the best of each mesh, schedule and tiers, by {options.by}. Times are predicted "
         f"with constants of {system.name}, fitted to {system.source}; its points are off by {system.error:.0%} at "
         "most. Errors on public figures of other systems and devices: docs/benchmarks/planner.md."
     )
     runner = Runner(model=model, device=device, system=system, ways=best[0].plan.ways, format=form)
     for note in _notes(runner, workload, best):
-        typer.echo(note)
+        say(note)
     say_price(device)
     if options.write is not None:
         write_file(options.write, mesh_file(best[0], runner, workload).encode())

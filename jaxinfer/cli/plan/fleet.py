@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
 from jaxinfer.cli.bench.files import write_file
 from jaxinfer.cli.plan.devices import DeviceOptions, mesh_file, planned, say_price
 from jaxinfer.progress import long_work
@@ -63,7 +61,7 @@ def parse_slo(text: str) -> dict[str, float]:
 def plan_fleet(devices: DeviceOptions, options: FleetOptions) -> None:
     """Print the fleets of the best meshes; write the cheapest one's mesh if asked to."""
     with long_work(f"reading {options.trace}"):
-        from jaxinfer.cli.display import show
+        from jaxinfer.cli.display import say, show
         from jaxinfer.evaluation.generation.fleet import PlannedModel, finalists, ranked
         from jaxinfer.evaluation.serving.figures import Objective
 
@@ -77,7 +75,7 @@ def plan_fleet(devices: DeviceOptions, options: FleetOptions) -> None:
     with long_work("simulating fleets", total=len(best)) as work:
         fleets = _sized(best, traffic, objective, work.advance)
     show(_table(fleets, traffic, options.slo))
-    typer.echo(
+    say(
         f"{len(order):,} configurations are predicted to keep it; the best meshes were simulated. Times are predicted "
         f"with constants of {system.name}. Errors of predictions and simulations: docs/benchmarks/planner.md."
     )
@@ -140,7 +138,7 @@ def _table(fleets: "list[Fleet]", traffic: "Traffic", slo: str) -> Any:
         f"99% within {slo}"
     )
     costs = () if price is None else ("$/M",)
-    names = ("replicas", "spares", "devices", "batch", "TTFT ms", "TPOT ms", "kept", *costs)
+    names = ("replicas", "devices", "batch", "TTFT ms", "TPOT ms", "kept", *costs)
     rows = table("mesh", *names, figures=len(names), title=title)
     for fleet in fleets:
         p50, p99 = (
@@ -149,8 +147,7 @@ def _table(fleets: "list[Fleet]", traffic: "Traffic", slo: str) -> Any:
         bill = () if price is None else (figure(fleet.dollars(traffic, price), 3),)
         rows.add_row(
             str(fleet.replica.made.plan.ways).replace(",", ", "),
-            f"{fleet.count:,}",
-            f"{fleet.spares:,}",
+            f"{fleet.count:,} + {fleet.spares:,}",
             f"{fleet.devices:,}",
             f"{fleet.replica.batch}, {fleet.replica.made.plan.chunk}",
             f"{p50['ttft_ms']}, {p99['ttft_ms']}",
