@@ -93,6 +93,11 @@ class Fitting:
                 kv_heads, group = attention.kv_heads, attention.group
                 heads = {"qkv": kv_heads * (group + 2), "k_norm": kv_heads}.get(part, attention.q_heads)
                 return heads * attention.head_dim
+            case "layers", layer, "delta_rule", part:
+                mixer = config.layer(int(layer)).mixer
+                assert isinstance(mixer, DeltaRuleConfig)
+                sizes = {"qkv": mixer.key_heads * mixer.features, "steps": 2 * mixer.value_heads}
+                return sizes.get(part, mixer.outputs)
             case "attention_pooling", "mlp", part:
                 assert isinstance(config, ViTConfig)
                 return config.mlp.hidden * (2 if part == "gate_up" and config.mlp.gated else 1)

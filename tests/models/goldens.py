@@ -68,7 +68,7 @@ FEATURES = {
     "speculation": [name for name in DECODERS if name not in WITH_STATES],
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
-    "LoRA": [name for name in DECODERS if name not in WITH_STATES],
+    "LoRA": DECODERS,
     "GGUF": [name for name in NAMES if not _GGUF.isdisjoint(family_of(read_config(name)).model_types)],
 }
 """The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""

@@ -30,10 +30,13 @@ from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
-LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.gate_up", "down": "mlp.down"}
-"""The fields of `LayerAdapters` -> their linears in a layer."""
-ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp", None), "down": (None, "mlp")}
-"""The logical axes of outputs and inputs of the linears in `LayerAdapters`."""
+ADAPTER_AXES = {
+    **dict.fromkeys(("qkv", "gate", "steps"), ("heads", None)),
+    "out": (None, "heads"),
+    "gate_up": ("mlp", None),
+    "down": (None, "mlp"),
+}
+"""The fields of `LayerAdapters` -> the logical axes of outputs and inputs of their linears."""
 
 
 def integers(*shape: int) -> Any:
@@ -84,7 +87,7 @@ def _check_states(config: DecoderConfig, engine: EngineConfig) -> None:
     """Raise ValueError for options that are not implemented for models with recurrent states."""
     if not config.state_layers:
         return
-    options = {"num_speculative_tokens": 0, "max_adapters": 0}
+    options = {"num_speculative_tokens": 0}
     for name, value in options.items():
         if (given := getattr(engine, name)) != value:
             raise ValueError(
@@ -325,8 +328,7 @@ class DeviceLayout:
         assert isinstance(original, DecoderConfig)
         shapes = adapter_shapes(family, original, self.engine.max_lora_rank)
 
-        def stack(layer: int, field: str, name: str) -> LowRankStack:
-            linear = f"layers.{self._example(layer)}.{name}"
+        def stack(field: str, linear: str) -> LowRankStack:
             (rank, inputs), (outputs, _) = shapes[linear]
             out_axis, in_axis = ADAPTER_AXES[field]
             fitted = self._fitting.size(linear)
@@ -336,16 +338,20 @@ class DeviceLayout:
             b = self.stack_stages(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
             return LowRankStack(a, b)
 
-        return [
-            LayerAdapters(
-                **{
-                    field: stack(i, field, name)
-                    for field, name in LINEARS.items()
-                    if f"layers.{self._example(i)}.{name}" in shapes
-                }
-            )
-            for i in range(self.config.layers)
+        linears = [
+            {field: self._linear(self._example(position), field) for field in LayerAdapters._fields}
+            for position in range(self.config.layers)
         ]
+        return [
+            LayerAdapters(**{field: stack(field, linear) for field, linear in of_layer.items() if linear in shapes})
+            for of_layer in linears
+        ]
+
+    def _linear(self, layer: int, field: str) -> str:
+        """The linear of a layer that a field of its `LayerAdapters` is of."""
+        assert isinstance(self._fitting.original, DecoderConfig)
+        mixer = "attention" if self._fitting.original.layer(layer).has_attention else "delta_rule"
+        return f"layers.{layer}.{'mlp' if field in ('gate_up', 'down') else mixer}.{field}"
 
     def _example(self, position: int) -> int:
         """The index of a layer with the sizes of those at a position."""
@@ -371,9 +377,8 @@ class DeviceLayout:
         assert self.adapters is not None
 
         def matrices_of(layer: int | None, field: str, stack: LowRankStack) -> tuple[np.ndarray, np.ndarray]:
-            linear = f"layers.{layer}.{LINEARS[field]}"
-            matrices = adapter and adapter.layers.get(linear)
-            if matrices:
+            linear = "" if layer is None else self._linear(layer, field)
+            if adapter is not None and (matrices := adapter.layers.get(linear)):
                 out_axis, in_axis = ADAPTER_AXES[field]
                 a = self._fitting.take(linear, matrices.a, 1) if in_axis else matrices.a
                 b = self._fitting.take(linear, matrices.b, 0) if out_axis else matrices.b

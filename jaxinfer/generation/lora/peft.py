@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.generation.lora.adapter_info import CONFIG, AdapterInfo
-from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.config import DecoderConfig, DeltaRuleConfig
 from jaxinfer.models.families import FAMILIES, Family, llama
 
 WEIGHTS = "adapter_model.safetensors"
@@ -74,7 +74,7 @@ def adapter_shapes(
     shapes = {}
     for name, linear in _linears(family, config).items():
         rank = max_rank * len(linear.tensors)
-        shapes[name] = (rank, linear.inputs), (sum(linear.outputs), rank)
+        shapes[name] = (rank, linear.inputs), (len(linear.order), rank)
     return shapes
 
 
@@ -114,7 +114,8 @@ class _Linear:
     """One linear and the projections it is made of.
 
     Attributes:
-      tensors: the weights of the projections, by the names in the family's sources.
+      tensors: the weights of the projections, by the names in the family's sources. Several linears may be made of
+        parts of one projection.
       outputs: the number of outputs of each projection.
       inputs: the number of inputs, the same for all.
       order: int [N], for each of our outputs its index in the outputs of all projections, one after another.
@@ -137,33 +138,52 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
     sources, linears = _family(family).sources(config), {}
     for layer in range(config.layers):
         for kind, (rows, inputs) in _shapes(config, layer).items():
-            source = sources[f"layers.{layer}.{kind}.weight"]
+            if (source := sources.get(f"layers.{layer}.{kind}.weight")) is None:
+                raise _misfit(family, f"it names no tensors of {kind}, which layer {layer} of this model has")
             outputs = tuple(math.prod(shape) // inputs for shape in source.shapes)
-            if sum(outputs) != rows:
-                raise ValueError(
-                    f"family={family!r}: this model's {kind} has {rows} outputs, {', '.join(source.names)} have "
-                    f"{sum(outputs)}: the names of {_family(family).model_types[0]} do not fit it; adapters need a "
-                    f"family of {', '.join(sorted(FAMILIES))}."
-                )
-            numbers = np.split(np.arange(rows), np.cumsum(outputs)[:-1])
+            numbers = np.split(np.arange(sum(outputs)), np.cumsum(outputs)[:-1])
+            order = source.combine(*numbers)  # it reorders vectors as it reorders the rows of weights
+            if len(order) != rows:
+                names = ", ".join(source.names)
+                raise _misfit(family, f"this model's {kind} has {rows} outputs, {names} have {len(order)}")
             linears[f"layers.{layer}.{kind}"] = _Linear(
                 tensors=source.names,
                 outputs=outputs,
                 inputs=inputs,
-                order=source.combine(*numbers),  # it reorders vectors as it reorders the rows of weights
+                order=order,
                 inputs_first=any(shape[1] != inputs for shape in source.shapes),
             )
     return linears
 
 
+def _misfit(family: str, why: str) -> ValueError:
+    """The error for a family whose names do not fit the model."""
+    return ValueError(
+        f"family={family!r}: {why}: the names of {_family(family).model_types[0]} do not fit it; adapters need a "
+        f"family of {', '.join(sorted(FAMILIES))}."
+    )
+
+
 def _shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the linears of one layer that can be adapted."""
     embed, kind = config.embed, config.layer(layer)
-    attention, mlp = kind.attention, kind.mlp
-    shapes = {
-        "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
-        "attention.out": (embed, attention.q_heads * attention.head_dim),
-    }
+    mixer, mlp = kind.mixer, kind.mlp
+    if isinstance(mixer, DeltaRuleConfig):
+        shapes = {
+            "delta_rule.qkv": (mixer.key_heads * mixer.features, embed),
+            "delta_rule.gate": (mixer.outputs, embed),
+            "delta_rule.steps": (2 * mixer.value_heads, embed),
+            "delta_rule.out": (embed, mixer.outputs),
+        }
+    else:
+        attention = kind.attention
+        width = attention.q_heads * attention.head_dim
+        shapes = {
+            "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
+            "attention.out": (embed, width),
+        }
+        if attention.output_gate:
+            shapes["attention.gate"] = width, embed
     if mlp.moe is None:
         shapes["mlp.gate_up"] = 2 * mlp.hidden if mlp.gated else mlp.hidden, embed
         shapes["mlp.down"] = embed, mlp.hidden

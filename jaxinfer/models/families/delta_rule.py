@@ -69,7 +69,7 @@ def _gated_attention(attention: AttentionConfig, layer: str, embed: int) -> dict
     rows, width, kv = qkv_rows(attention)[0], attention.head_dim, attention.kv_heads * attention.head_dim
 
     def part(q: np.ndarray, which: int) -> np.ndarray:
-        return q.reshape(attention.q_heads, 2, width, -1)[:, which].reshape(rows, -1)
+        return q.reshape(attention.q_heads, 2, width, *q.shape[1:])[:, which].reshape(rows, *q.shape[1:])
 
     def join(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         return by_kv_head(attention)(part(q, 0), k, v)

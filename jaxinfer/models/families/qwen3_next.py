@@ -29,10 +29,11 @@ def _projections(mixer: DeltaRuleConfig, layer: str, embed: int) -> dict[str, So
     ours, theirs, heads = f"{layer}.delta_rule", f"{layer}.linear_attn", mixer.key_heads
 
     def part(x: np.ndarray, rows: slice) -> np.ndarray:
-        return x.reshape(heads, -1, embed)[:, rows].reshape(-1, embed)
+        return x.reshape(heads, -1, *x.shape[1:])[:, rows].reshape(-1, *x.shape[1:])
 
     def steps(x: np.ndarray) -> np.ndarray:
-        return alternate(*(half.reshape(-1, embed) for half in np.split(x.reshape(heads, -1, embed), 2, axis=1)))
+        halves = np.split(x.reshape(heads, -1, *x.shape[1:]), 2, axis=1)
+        return alternate(*(half.reshape(-1, *x.shape[1:]) for half in halves))
 
     qkvz, ba, size = f"{theirs}.in_proj_qkvz", f"{theirs}.in_proj_ba", mixer.features
     rows, before, after = heads * size + mixer.outputs, slice(size), slice(size, None)

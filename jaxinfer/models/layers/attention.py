@@ -11,7 +11,7 @@ from jax import lax
 from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, QKNormScope
 from jaxinfer.models.layers.forward_context import Cache, ForwardContext, pack, unpack
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.layers.low_rank import AdapterDelta
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas
 from jaxinfer.models.layers.norm import Norm, normalize_heads
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         forward_context: ForwardContext,
         cache: KVPages | None = None,
         *,
-        adapter_delta: AdapterDelta | None = None,
+        deltas: AdapterDeltas = NO_DELTAS,
     ) -> AttentionOutput:
         """Attend from norm(x), all groups one after the other.
 
@@ -87,9 +87,9 @@ class Attention(nnx.Module):
           norm: normalises x; None: x is normalised already.
           forward_context: of this pass.
           cache: of this layer; None: each row attends to itself alone.
-          adapter_delta: what adapters add to `qkv`.
+          deltas: what adapters add to `qkv` and `gate`.
         """
-        qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=adapter_delta), forward_context.groups
+        qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=deltas.qkv), forward_context.groups
         heads, keys = [], None
         tables = forward_context.rotary.get(self.cfg.positions, (None,) * len(groups))
         if not self.cfg.qk_norm_after_rope:
@@ -108,7 +108,8 @@ class Attention(nnx.Module):
             heads.append(mixed)
         mixed = pack(heads)
         if self.gate is not None:
-            gate = jax.nn.sigmoid(self.gate.norm_linear(x, norm).astype(jnp.float32))
+            gate = self.gate.norm_linear(x, norm, adapter_delta=deltas.gate)
+            gate = jax.nn.sigmoid(gate.astype(jnp.float32))
             mixed = (mixed * gate).astype(mixed.dtype)
         return AttentionOutput(mixed, cache, keys)
 

@@ -10,7 +10,7 @@ from jaxinfer.models.config import DeltaRuleConfig, NormConfig
 from jaxinfer.models.layers.attention import AttentionOutput
 from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.layers.low_rank import AdapterDelta
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import RecurrentState, gated_delta_rule
@@ -56,7 +56,7 @@ class GatedDeltaRule(nnx.Module):
         forward_context: ForwardContext,
         cache: RecurrentState | None = None,
         *,
-        adapter_delta: AdapterDelta | None = None,
+        deltas: AdapterDeltas = NO_DELTAS,
     ) -> AttentionOutput:
         """Mix the tokens of norm(x), all groups one after the other.
 
@@ -65,12 +65,14 @@ class GatedDeltaRule(nnx.Module):
           norm: normalises x; None: x is normalised already.
           forward_context: of this pass.
           cache: the states of this layer; None: each row begins with its first token.
-          adapter_delta: None: adapters of these layers are refused.
+          deltas: what adapters add to `qkv`, `gate` and `steps`.
         Returns: the heads of this device, [N, Hv * V], not projected back yet, and the new states.
         """
-        assert adapter_delta is None
         groups = forward_context.groups
-        qkv, gate, steps = (linear.norm_linear(x, norm) for linear in (self.qkv, self.gate, self.steps))
+        qkv, gate, steps = (
+            linear.norm_linear(x, norm, adapter_delta=delta)
+            for linear, delta in ((self.qkv, deltas.qkv), (self.gate, deltas.gate), (self.steps, deltas.steps))
+        )
         beta, step = jnp.moveaxis(steps.astype(jnp.float32).reshape(*steps.shape[:-1], -1, 2), -1, 0)
         decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(step + self.step_bias[...])
         beta = jax.nn.sigmoid(beta) * (2.0 if self.cfg.negative_eigenvalues else 1.0)

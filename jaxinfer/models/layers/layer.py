@@ -11,7 +11,7 @@ from jaxinfer.models.layers.blocks import Branch, PlainOutput, Product, make_bra
 from jaxinfer.models.layers.delta_rule import GatedDeltaRule
 from jaxinfer.models.layers.forward_context import Cache, ForwardContext
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDelta, AdapterDeltas, LayerAdapters
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.layers.norm import Norm
@@ -30,7 +30,7 @@ class MixerModule(Protocol):
         forward_context: ForwardContext,
         cache: Any = None,
         *,
-        adapter_delta: AdapterDelta | None = None,
+        deltas: AdapterDeltas = NO_DELTAS,
     ) -> AttentionOutput:
         """Mix the tokens of norm(x), [N, D]; the output is not projected back yet."""
         ...
@@ -87,9 +87,7 @@ class TransformerLayer(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """[N, D] -> [N, D], and the cache with the tokens' keys and values written, or their state."""
         deltas = forward_context.adapter_deltas(adapters)
-        heads, cache, _ = self.mixer.heads(
-            x, self.norm_before_attention, forward_context, cache, adapter_delta=deltas.qkv
-        )
+        heads, cache, _ = self.mixer.heads(x, self.norm_before_attention, forward_context, cache, deltas=deltas)
         if self.block.is_parallel:
             attention = Product(self.mixer.out, heads, deltas.out)
             return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache

@@ -44,16 +44,20 @@ class LayerAdapters(NamedTuple):
     """The adapters of one layer, for each of its linears.
 
     Attributes:
-      qkv: of `Attention.qkv`.
-      out: of `Attention.out`.
+      qkv: of `Attention.qkv`, or of the mixer in its place; the next three are of the same mixer.
+      out: of its `out`.
       gate_up: of `Mlp.gate_up`; None in a layer with experts, which take no adapters.
       down: of `Mlp.down`; the same.
+      gate: of the gate of its output; None: it has none.
+      steps: of `GatedDeltaRule.steps`; None in a layer with attention.
     """
 
     qkv: LowRankStack
     out: LowRankStack
     gate_up: LowRankStack | None = None
     down: LowRankStack | None = None
+    gate: LowRankStack | None = None
+    steps: LowRankStack | None = None
 
 
 class AdapterDeltas(NamedTuple):
@@ -63,6 +67,8 @@ class AdapterDeltas(NamedTuple):
     out: AdapterDelta | None = None
     gate_up: AdapterDelta | None = None
     down: AdapterDelta | None = None
+    gate: AdapterDelta | None = None
+    steps: AdapterDelta | None = None
 
 
 NO_DELTAS = AdapterDeltas()

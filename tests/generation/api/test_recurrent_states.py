@@ -74,7 +74,6 @@ def test_every_way(folder, whole, way):
     [
         ({"host_kv": "1MiB"}, r"host_kv=1048576 is not implemented for models with recurrent states.* layer 0: "),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens=3 is not implemented for models with recurrent states"),
-        ({"max_adapters": 1}, "max_adapters=1 is not implemented for models with recurrent states"),
         ({"mesh": MeshConfig(tensor=4)}, "the 2 key heads of a delta rule do not divide over 4 devices.*works is 2"),
     ],
 )

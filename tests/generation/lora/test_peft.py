@@ -15,10 +15,13 @@ from jaxinfer.models.config import Activation
 from jaxinfer.models.families import FAMILIES, Source, family_of, plan
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
-from tests.tiny import CONFIG
+from tests.tiny import CONFIG, HYBRID
 
 RANK = 3
-KINDS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+KINDS = (
+    *("attention.qkv", "attention.out", "attention.gate", "mlp.gate_up", "mlp.down"),
+    *(f"delta_rule.{linear}" for linear in ("qkv", "gate", "steps", "out")),
+)
 
 
 def sources_of(name: str):
@@ -38,7 +41,7 @@ def pairs_for(tensors: dict, sources: dict[str, Source], *, conv1d: bool, fracti
     """Random pairs for a fraction of the projections, by their modules' names."""
     rng = np.random.default_rng(0)
     pairs = {}
-    for key in sorted(key for source in sources.values() for key in source.names):
+    for key in sorted({key for source in sources.values() for key in source.names}):
         outputs, inputs = tensors[key].shape[:: -1 if conv1d else 1]
         if rng.random() < fraction:
             pairs[key.removesuffix(".weight")] = random_pair(outputs, inputs, rank, rng)
@@ -87,7 +90,7 @@ def test_goldens_cover_every_decoder_family():
     assert covered == FAMILIES.keys() - encoders - vision
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "gpt2_tied", "phi3_partial"])
+@pytest.mark.parametrize("name", ["llama_llama3", "gpt2_tied", "phi3_partial", "qwen3_5_plain", "qwen3_next_plain"])
 def test_shapes_are_those_of_the_model_s_linears_and_of_padded_adapters(name, tmp_path):
     family, config, tensors, sources = sources_of(name)
     shapes = adapter_shapes(family, config, 5)
@@ -200,6 +203,10 @@ def test_a_family_of_the_author_s_takes_llama_s_names_if_they_fit(folder):
         ValueError, match=r"family='gpt2': this model's mlp\.gate_up has 96 outputs, h\.0\.mlp\.c_fc.* have 48: .*gpt2"
     ):
         read_adapter(folder, "gpt2", CONFIG)
+    with pytest.raises(
+        ValueError, match=r"family='tiny': it names no tensors of delta_rule\.qkv, which layer 0 .*llama"
+    ):
+        read_adapter(folder, "tiny", HYBRID)
 
 
 # What is refused.
@@ -264,6 +271,14 @@ def test_modules_that_are_no_linear_of_a_layer(tmp_path, rng, module, shape):
         rf"adapter_model\.safetensors: {module} is not a linear of this model's 2 layers; .*mlp\.down_proj, .*"
         r"self_attn\.q_proj.*: use .* without embeddings and output head",
     )
+
+
+@pytest.mark.parametrize("module", ["conv1d", "norm", "in_proj_qkvz"])
+def test_modules_that_are_no_linear_of_a_delta_rule(tmp_path, rng, module):
+    folder = save_adapter(tmp_path, {f"model.layers.0.linear_attn.{module}": random_pair(56, 32, 4, rng)})
+    names = ", ".join(rf"linear_attn\.{part}" for part in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"))
+    with pytest.raises(ValueError, match=rf"linear_attn\.{module} is not a linear of .* may name {names}, .*out_proj"):
+        read_adapter(folder, "qwen3_5", HYBRID)
 
 
 @pytest.mark.parametrize(

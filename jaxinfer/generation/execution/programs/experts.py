@@ -133,15 +133,12 @@ def route(
     Returns: the residual stream, [N, D]; the layer's cache; what the experts take, [N, D]; their tables; and zeros
       [R + tile, D], to write their rows to.
     """
-    forward_context = ForwardContext.from_groups(
-        groups, [model.cfg.layer(layer).positions], None if adapters is None else adapters[0]
-    )
+    any_adapters, positions = None if adapters is None else adapters[0], [model.cfg.layer(layer).positions]
+    forward_context = ForwardContext.from_groups(groups, positions, any_adapters)
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
-        deltas = forward_context.adapter_deltas(None if adapters is None else adapters[0])
-        heads, cache, _ = block.mixer.heads(
-            x, block.norm_before_attention, forward_context, caches[0], adapter_delta=deltas.qkv
-        )
+        deltas = forward_context.adapter_deltas(any_adapters)
+        heads, cache, _ = block.mixer.heads(x, block.norm_before_attention, forward_context, caches[0], deltas=deltas)
         x = block.add_attention(x, heads, deltas)
         h = block.before_mlp(x).reshape(-1, x.shape[-1])
         routing = _mixture(block).router(h, forward_context.valid.reshape(-1))
