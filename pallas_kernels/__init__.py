@@ -7,7 +7,7 @@ implementation. `docs/kernels.md` describes each operation. A transformer layer 
 
 from jaxinfer.pallas_kernels.activations import activate, activate_outputs
 from jaxinfer.pallas_kernels.attention.api import attention, cached_attention, paged_attention, split_heads
-from jaxinfer.pallas_kernels.delta_rule.api import RecurrentState, gated_delta_rule
+from jaxinfer.pallas_kernels.delta_rule.api import RecurrentState, Window, gated_delta_rule
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_pages
 from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.norm import normalize
@@ -19,6 +19,7 @@ __all__ = [
     "KVPages",
     "RecurrentState",
     "Weights",
+    "Window",
     "activate",
     "activate_outputs",
     "attention",

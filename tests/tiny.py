@@ -146,13 +146,14 @@ def save_tiny(
     config: DecoderConfig = CONFIG,
     chat_template: str = CHAT_TEMPLATE,
     seed: int = 0,
+    family: str = "tiny",
 ) -> Path:
-    """Write the model directory; <end> is its end of text."""
+    """Write the model directory; <end> is its end of text. family: whose names adapters have."""
     files = {
         "tokenizer.json": byte_tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({"chat_template": chat_template}).encode(),
     }
-    save_model(path, random_model(config, seed), family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
+    save_model(path, random_model(config, seed), family=family, tokenizer=files, eos_ids=(256,), layout=layout)
     return path
 
 

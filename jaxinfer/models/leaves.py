@@ -15,11 +15,12 @@ from jaxinfer.checkpoints.manifest import part_name
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 from jaxinfer.models.config import AttentionConfig, DecoderConfig, DeltaRuleConfig, Mixer, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import RecurrentState
+from jaxinfer.pallas_kernels import RecurrentState, Window
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
-STATE_AXES = (("batch", None, "heads", None), ("batch", "heads", None, None))
-"""The logical axes of the arrays in `RecurrentState`."""
+_OF_TOKENS = ("batch", None, "heads")
+_AXES = {"conv": (*_OF_TOKENS, None), "state": ("batch", "heads", None, None)}
+_WINDOW_AXES = Window._make((("batch",), (*_OF_TOKENS, None), _OF_TOKENS, _OF_TOKENS))
 MAX_BYTES = 16 << 20
 """The room for all descriptions on disk together."""
 
@@ -78,13 +79,24 @@ def state_leaves(config: ModelConfig, weights: WeightFormat, requests: int) -> d
     leaves = dict[str, Leaf]()
     for layer in config.state_layers:
         shapes = recurrent_shapes(config.layer(layer).mixer, requests, weights.dtype)
-        for (name, x), axes in zip(shapes._asdict().items(), STATE_AXES, strict=True):
+        for name, axes in _AXES.items():
+            x = getattr(shapes, name)
             leaves[f"{name}.{layer}"] = Leaf(x.shape, x.dtype.name, axes)
     return leaves
 
 
-def recurrent_shapes(mixer: Mixer, slots: int, dtype: np.dtype) -> RecurrentState:
-    """The shapes of a layer's states in so many slots. dtype: of the layer's inputs."""
+def state_axes(shapes: RecurrentState) -> RecurrentState:
+    """The logical axes of the arrays of a layer's states: a tuple in place of each."""
+    return RecurrentState._make((*_AXES.values(), None if shapes.window is None else _WINDOW_AXES))
+
+
+def recurrent_shapes(mixer: Mixer, slots: int, dtype: np.dtype, *, window: int = 0) -> RecurrentState:
+    """The shapes of a layer's states in so many slots.
+
+    Args:
+      dtype: of the layer's inputs.
+      window: the most tokens of a pass that may turn out wrong.
+    """
     assert isinstance(mixer, DeltaRuleConfig)
     return RecurrentState.shapes(
         slots,
@@ -94,6 +106,7 @@ def recurrent_shapes(mixer: Mixer, slots: int, dtype: np.dtype) -> RecurrentStat
         key_dim=mixer.key_dim,
         value_dim=mixer.value_dim,
         dtype=dtype,
+        window=window,
     )
 
 

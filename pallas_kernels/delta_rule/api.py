@@ -4,11 +4,12 @@ import jax
 
 from jaxinfer.pallas_kernels.delta_rule import reference as plain
 from jaxinfer.pallas_kernels.delta_rule import xla as fallbacks
-from jaxinfer.pallas_kernels.delta_rule.recurrent_state import RecurrentState
+from jaxinfer.pallas_kernels.delta_rule.recurrent_state import RecurrentState, Window
+from jaxinfer.pallas_kernels.delta_rule.window import Inputs, over_window
 from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import reference, xla
 
-__all__ = ["RecurrentState", "gated_delta_rule"]
+__all__ = ["RecurrentState", "Window", "gated_delta_rule"]
 
 _gated_delta_rule = Operation("gated_delta_rule", xla(fallbacks.gated_delta_rule), reference(plain.gated_delta_rule))
 
@@ -23,6 +24,7 @@ def gated_delta_rule(
     positions: jax.Array,
     *,
     key_dim: int,
+    speculates: bool = False,
 ) -> tuple[jax.Array, RecurrentState]:
     """Move each row's state on by its tokens, and return what their queries read from it.
 
@@ -37,8 +39,19 @@ def gated_delta_rule(
       slot: int32 [B]. Rows of one slot are consecutive parts of its sequence, in order, and rows of a single token are
         of different slots. What a padding row has in its slot stays.
       positions: int32 [B, T], negative for padding, which comes last and moves no state. A row whose first position is
-        0 begins with a state of zeros, whatever its slot has.
+        0 begins with a state of zeros, whatever its slot has. If the cache has a window, a row of a single token, or of
+        one and guesses, begins after those guesses of the last pass that were right.
       key_dim: K.
+      speculates: whether all tokens of a row but its first are guesses, which may turn out wrong: as many as the
+        cache's window has room for. Rows are of different slots.
     Returns: float32 [B, T, Hv, V], without meaning for padding, and the new states.
     """
-    return _gated_delta_rule(qkv, decay, beta, conv_weight, cache, slot, positions, key_dim=key_dim)
+
+    def rule(inputs: Inputs, states: RecurrentState, slot: jax.Array, positions: jax.Array, *kept: jax.Array):
+        return _gated_delta_rule(*inputs, conv_weight, states, slot, positions, *kept, key_dim=key_dim)
+
+    inputs = qkv, decay, beta
+    if cache.window is None:
+        assert not speculates, "guesses need a window"
+        return rule(inputs, cache, slot, positions)
+    return over_window(rule, inputs, cache, slot, positions, speculates=speculates)

@@ -15,11 +15,16 @@ def gated_delta_rule(
     cache: RecurrentState,
     slot: jax.Array,
     positions: jax.Array,
+    kept: jax.Array | None = None,
     *,
     key_dim: int,
 ) -> tuple[jax.Array, RecurrentState]:
-    """Compute `api.gated_delta_rule`, row by row."""
+    """Compute `api.gated_delta_rule` without a window, row by row.
+
+    kept: int32 [B], how many of a row's tokens move its state; the others only read what it would be. None: all.
+    """
     conv_weight = conv_weight.astype(jnp.float32)
+    kept = jnp.full(slot.shape, qkv.shape[1]) if kept is None else kept
 
     def token(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]):
         conv, state = carry
@@ -33,13 +38,16 @@ def gated_delta_rule(
         return (jnp.where(real, window[1:], conv), jnp.where(real, new, state)), jnp.einsum("hkv,hk->hv", new, q)
 
     def row(carry: RecurrentState, inputs: tuple[jax.Array, ...]):
-        at, places, *tokens = inputs
+        at, moves, places, *tokens = inputs
         begins = places[0] == 0
         before = jax.tree.map(lambda x: jnp.where(begins, 0, x[at]).astype(x.dtype), carry)
-        (conv, state), output = lax.scan(token, (before.conv, before.state), (*tokens, places))
-        return RecurrentState(carry.conv.at[at].set(conv), carry.state.at[at].set(state)), output
+        moving = jnp.arange(len(places)) < moves
+        after, output = lax.scan(token, (before.conv, before.state), (*tokens, jnp.where(moving, places, -1)))
+        _, of_guesses = lax.scan(token, after, (*tokens, jnp.where(moving, -1, places)))
+        new = RecurrentState(carry.conv.at[at].set(after[0]), carry.state.at[at].set(after[1]))
+        return new, jnp.where(moving[:, None, None], output, of_guesses)
 
-    cache, output = lax.scan(row, cache, (slot, positions, qkv, decay, beta))
+    cache, output = lax.scan(row, cache, (slot, kept, positions, qkv, decay, beta))
     return output, cache
 
 

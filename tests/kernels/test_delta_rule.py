@@ -42,7 +42,7 @@ def by_hand(qkv, decay, beta):
     return outputs, state, padded[-(CONV - 1) :]
 
 
-def empty_states(slots):
+def empty_states(slots, window=0):
     """States that other sequences have left."""
     shapes = RecurrentState.shapes(
         slots,
@@ -52,6 +52,7 @@ def empty_states(slots):
         key_dim=KEY_DIM,
         value_dim=VALUE_DIM,
         dtype=np.dtype(np.float32),
+        window=window,
     )
     return jax.tree.map(lambda x: jnp.full(x.shape, 7, x.dtype), shapes)
 
@@ -93,7 +94,7 @@ def test_sequences_of_all_lengths_in_one_call(implementation):
     outputs, states = run(implementation, [(slot, 0, x) for slot, x in enumerate(sequences)], before)
     for slot, (found, arrays) in enumerate(zip(outputs, sequences, strict=True)):
         check(found, states, slot, arrays)
-    for old, new in zip(before, states, strict=True):
+    for old, new in zip(before[:2], states[:2], strict=True):
         np.testing.assert_array_equal(old[5:], new[5:])
 
 

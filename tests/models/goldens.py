@@ -65,7 +65,7 @@ FEATURES = {
     "streamed": NAMES,
     "on a mesh": NAMES,
     "in stages": IN_STAGES,
-    "speculation": [name for name in DECODERS if name not in WITH_STATES],
+    "speculation": DECODERS,
     "int8 KV": DECODERS,
     "int8, int4, fp8": NAMES,
     "LoRA": DECODERS,

@@ -25,7 +25,7 @@ from jaxinfer.models.config import Mixer
 from jaxinfer.models.devices import fetch_sharding_on, placed_leaf, sharding_on
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.fitting import Fitting
-from jaxinfer.models.leaves import STATE_AXES, canonical_leaves, leaves_of_part, recurrent_shapes
+from jaxinfer.models.leaves import canonical_leaves, leaves_of_part, recurrent_shapes, state_axes
 from jaxinfer.models.stages import Stages, stages_on
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
@@ -83,19 +83,6 @@ class DecoderStatic:
         return function
 
 
-def _check_states(config: DecoderConfig, engine: EngineConfig) -> None:
-    """Raise ValueError for options that are not implemented for models with recurrent states."""
-    if not config.state_layers:
-        return
-    options = {"num_speculative_tokens": 0}
-    for name, value in options.items():
-        if (given := getattr(engine, name)) != value:
-            raise ValueError(
-                f"{name}={given} is not implemented for models with recurrent states, such as that of layer "
-                f"{config.state_layers[0]}: use {name}={value}."
-            )
-
-
 class DeviceLayout:
     """The device side of one decoder, in shapes.
 
@@ -146,7 +133,6 @@ class DeviceLayout:
         fitting: Fitting | None = None,
         family: str = "",
     ):
-        _check_states(config, engine)
         self.weights, self.engine, self.num_pages, self.slice_pages = weights, engine, num_pages, slice_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
         self.stages = stages_on(config, mesh, self._rules)
@@ -319,9 +305,9 @@ class DeviceLayout:
 
     def _recurrent(self, mixer: Mixer) -> RecurrentState:
         """The shapes of the states of a layer in all slots, and of their snapshots."""
-        rows = self.lanes * (self.engine.max_batch + 1 + self.num_snapshots)
-        shapes = recurrent_shapes(mixer, rows, self.weights.dtype)
-        return RecurrentState(*(self.stack_stages(x, *axes) for x, axes in zip(shapes, STATE_AXES, strict=True)))
+        rows, window = self.engine.max_batch + 1 + self.num_snapshots, self.engine.num_speculative_tokens
+        shapes = recurrent_shapes(mixer, self.lanes * rows, self.weights.dtype, window=window)
+        return jax.tree.map(lambda x, axes: self.stack_stages(x, *axes), shapes, state_axes(shapes))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
         original = self._fitting.original

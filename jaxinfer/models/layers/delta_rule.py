@@ -79,7 +79,7 @@ class GatedDeltaRule(nnx.Module):
         inputs = (unpack(y, groups) for y in (qkv, decay, beta))
         mixed = []
         for group, of_qkv, of_decay, of_beta in zip(groups, *inputs, strict=True):
-            output, new = self._mix(of_qkv, of_decay, of_beta, group, cache)
+            output, new = self._mix(of_qkv, of_decay, of_beta, group, cache, speculates=forward_context.speculates)
             cache = None if cache is None else new
             mixed.append(output)
         heads = pack(mixed)
@@ -94,6 +94,8 @@ class GatedDeltaRule(nnx.Module):
         beta: jax.Array,
         group: TokenRows,
         cache: RecurrentState | None,
+        *,
+        speculates: bool,
     ) -> tuple[jax.Array, RecurrentState]:
         """Run the rule over a group's rows: [B, T, Hv, V] and the new states."""
         cfg, slot = self.cfg, group.slot
@@ -108,7 +110,9 @@ class GatedDeltaRule(nnx.Module):
                 value_dim=cfg.value_dim,
                 dtype=qkv.dtype,
             )
-            cache = RecurrentState(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
+            conv, state = (jnp.zeros(x.shape, x.dtype) for x in (shapes.conv, shapes.state))
+            cache = RecurrentState(conv, state)
             slot = jnp.arange(len(qkv))
         assert slot is not None, "states are read by slots"
-        return gated_delta_rule(qkv, decay, beta, self.conv[...], cache, slot, group.positions, key_dim=cfg.key_dim)
+        options = {"key_dim": cfg.key_dim, "speculates": speculates}
+        return gated_delta_rule(qkv, decay, beta, self.conv[...], cache, slot, group.positions, **options)

@@ -56,6 +56,7 @@ class ForwardContext(NamedTuple):
         for padding; None: one, and padding comes last.
       padded: whether a group without a cache may have padding.
       routings: a list to which every layer with experts adds its choices while the pass is traced; None: it does not.
+      speculates: whether all tokens of a row but its first are guesses, which may turn out wrong.
     """
 
     groups: tuple[TokenRows, ...]
@@ -64,10 +65,16 @@ class ForwardContext(NamedTuple):
     key_sizes: jax.Array | None = None
     padded: bool = True
     routings: "list[Routing] | None" = None
+    speculates: bool = False
 
     @classmethod
     def from_groups(
-        cls, groups: tuple[TokenRows, ...], positions: Iterable[PositionsConfig], adapters: LayerAdapters | None = None
+        cls,
+        groups: tuple[TokenRows, ...],
+        positions: Iterable[PositionsConfig],
+        adapters: LayerAdapters | None = None,
+        *,
+        speculates: bool = False,
     ) -> Self:
         """Make the context of a pass over these groups.
 
@@ -75,16 +82,18 @@ class ForwardContext(NamedTuple):
           groups: rows of tokens.
           positions: those that its layers go by.
           adapters: of any layer, which give the number of adapter slots; None: there are none.
+          speculates: as in the context.
         """
         rotary = {
             config: tuple(rotary_table(config, group.positions) for group in groups)
             for config in positions
             if config.kind is PositionKind.ROTARY
         }
+        context = cls(groups, rotary, speculates=speculates)
         if adapters is None:
-            return cls(groups, rotary)
+            return context
         slots = len(adapters.qkv.a)
-        return cls(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
+        return context._replace(adapter_one_hot=pack(_adapter_one_hot(group, slots) for group in groups))
 
     @property
     def valid(self) -> jax.Array:

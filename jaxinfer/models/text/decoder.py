@@ -67,6 +67,8 @@ class Decoder(nnx.Module):
         caches: list[Cache] | None = None,
         adapters: list[LayerAdapters] | None = None,
         routings: list[Routing] | None = None,
+        *,
+        speculates: bool = False,
     ) -> tuple[list[jax.Array], list[Cache] | None]:
         """Pass through the whole model: `enter`, `run_layers`, `leave`.
 
@@ -77,11 +79,12 @@ class Decoder(nnx.Module):
           caches: the cache of each layer, or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
           routings: a list to which the choices of each layer with experts are added; or None.
+          speculates: as in `ForwardContext`.
         Returns: what `leave` returns, hidden vectors [B, T, W] of each group, and the caches with this pass's keys
           and values written (None without caches).
         """
         x, forward_context = self.enter(groups, adapters)
-        forward_context = forward_context._replace(routings=routings)
+        forward_context = forward_context._replace(routings=routings, speculates=speculates)
         x, caches = self.run_layers(x, forward_context, caches, adapters)
         return self.leave(x, forward_context), caches
 

@@ -122,10 +122,15 @@ def run_layers(
     groups: tuple[TokenRows, ...],
     *,
     layers: range,
+    speculates: bool = False,
 ) -> tuple[jax.Array, list[Cache] | None]:
-    """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too."""
+    """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too.
+
+    speculates: as in `ForwardContext`.
+    """
     positions = [model.cfg.layer(layer).positions for layer in layers]
-    forward_context = ForwardContext.from_groups(groups, positions, None if adapters is None else adapters[0])
+    any_adapters = None if adapters is None else adapters[0]
+    forward_context = ForwardContext.from_groups(groups, positions, any_adapters, speculates=speculates)
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
@@ -175,7 +180,8 @@ def _layers(sizes: "Layer | EncoderLayer") -> range:
 
 def build_layer(static: DecoderStatic, sizes: Layer) -> Callable[..., Any]:
     """Build the function of these sizes."""
-    return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
+    body = functools.partial(run_layers, layers=_layers(sizes), speculates=sizes.speculative > 0)
+    return with_parts(static, _layers(sizes), body)
 
 
 def build_propose(static: DecoderStatic, sizes: Propose) -> Callable[..., Any]:

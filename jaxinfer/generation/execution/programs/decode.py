@@ -143,7 +143,8 @@ def _pass(
     before = carry.passed
     group = tokens_of(before.history, step.rows, before.progress.position, step.adapter, guess)
     routings: list[Routing] = []
-    (hidden,), caches = model.forward((group,), carry.caches, adapters, routings)
+    speculates = guess.tokens.shape[1] > 0
+    (hidden,), caches = model.forward((group,), carry.caches, adapters, routings, speculates=speculates)
     assert caches is not None
     passed, accepted = verify(model, step, before, hidden, guess, processors)
     active = before.progress.active.astype(jnp.int32)
@@ -156,7 +157,7 @@ def _pass(
         carry.proposed + guess.num_tokens,
         carry.accepted + accepted,
         passes,
-        carry.speculative_passes + active * int(guess.tokens.shape[1] > 0),
+        carry.speculative_passes + active * int(speculates),
         experts,
         any_part(jnp.any(passed.progress.active & (passes < max_passes)), "batch"),
     )

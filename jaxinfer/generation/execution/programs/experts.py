@@ -124,17 +124,19 @@ def route(
     *,
     layer: int,
     tile: int,
+    speculates: bool,
 ) -> tuple[jax.Array, list[Cache | None], jax.Array, Routing, jax.Array]:
     """Run a layer as far as the choice of experts.
 
     Args:
       x: [N, D]. caches, adapters: of the layer alone.
       tile: how many rows `experts` may write beyond the last.
+      speculates: as in `ForwardContext`.
     Returns: the residual stream, [N, D]; the layer's cache; what the experts take, [N, D]; their tables; and zeros
       [R + tile, D], to write their rows to.
     """
     any_adapters, positions = None if adapters is None else adapters[0], [model.cfg.layer(layer).positions]
-    forward_context = ForwardContext.from_groups(groups, positions, any_adapters)
+    forward_context = ForwardContext.from_groups(groups, positions, any_adapters, speculates=speculates)
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
         deltas = forward_context.adapter_deltas(any_adapters)
@@ -219,7 +221,8 @@ def join(
 def build_route(static: DecoderStatic, sizes: Route) -> Callable[..., Any]:
     """Build the function of these sizes."""
     tile = tile_rows(static.config, sizes, static.engine.chunk_size)
-    return with_parts(static, [sizes.kind], functools.partial(route, layer=sizes.kind, tile=tile))
+    body = functools.partial(route, layer=sizes.kind, tile=tile, speculates=sizes.speculative > 0)
+    return with_parts(static, [sizes.kind], body)
 
 
 def build_experts(static: DecoderStatic, sizes: RunExperts) -> Callable[..., Any]:

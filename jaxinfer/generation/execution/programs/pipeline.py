@@ -70,15 +70,20 @@ class PipelineStage(NamedTuple):
         with jax.named_scope("first_stage"):
             return lax.cond(self.is_first, lambda: self.model.enter(groups)[0], lambda: x)
 
-    def run(self, x: jax.Array, groups: tuple[TokenRows, ...], caches: list[Cache]) -> tuple[jax.Array, list[Cache]]:
-        """Run the layers that this stage has, [N, D] -> [N, D], and return their caches with what they wrote."""
+    def run(
+        self, x: jax.Array, groups: tuple[TokenRows, ...], caches: list[Cache], *, speculates: bool = False
+    ) -> tuple[jax.Array, list[Cache]]:
+        """Run the layers that this stage has, [N, D] -> [N, D], and return their caches with what they wrote.
+
+        speculates: as in `ForwardContext`.
+        """
         new_caches: list[Cache] = []
         for position, cache in enumerate(caches):
             adapters = None if self.adapters is None else self.adapters[position : position + 1]
 
             def layer(x, cache, position=position, adapters=adapters):
-                layers = range(position, position + 1)
-                x, caches = run_layers(self.model, adapters, [cache], x, groups, layers=layers)
+                options = {"layers": range(position, position + 1), "speculates": speculates}
+                x, caches = run_layers(self.model, adapters, [cache], x, groups, **options)
                 assert caches is not None
                 return x, caches[0]
 

@@ -188,7 +188,8 @@ class _DecodeStep:
         tokens = jnp.where(stage.is_first, tick.part(waiting), carry.tokens)
         ids, positions = tokens[0], jnp.where(tick.active, tokens[1], -1)
         group = TokenRows(ids, positions, part.rows.rows.page_table, part.rows.adapter, part.rows.rows.slot)
-        x, caches = stage.run(stage.enter(carry.x, (group,)), (group,), carry.caches)
+        x = stage.enter(carry.x, (group,))
+        x, caches = stage.run(x, (group,), carry.caches, speculates=self.speculative > 0)
         position = jnp.where(tick.is_end, tokens[1, :, 0], -1)
         history, results, new = self._end_pass(tick, part, carry, position, group, x)
         return _Decoding(
