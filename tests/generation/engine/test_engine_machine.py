@@ -316,19 +316,21 @@ def test_random_requests(engines, alone, name):
 
 @pytest.fixture(scope="module")
 def with_states(tmp_path_factory):
-    """Engines on a model with recurrent states, and another without a prefix cache."""
+    """Engines on a model with recurrent states, without and with speculation; and another without a prefix cache."""
     folder = save_tiny(tmp_path_factory.mktemp("hybrid") / "model", config=HYBRID)
-    model, tokenizer = load_model(folder), Tokenizer.from_folder(folder)
-    plain = make_pair(model, tokenizer, dataclasses.replace(SMALL_CONFIG, prefix_caching=False))[True]
-    return make_pair(model, tokenizer, SMALL_CONFIG), Alone(plain)
+    pair = functools.partial(make_pair, load_model(folder), Tokenizer.from_folder(folder))
+    plain = pair(dataclasses.replace(SMALL_CONFIG, prefix_caching=False))[True]
+    speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3)
+    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative)}, Alone(plain)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "speculative"])
 @pytest.mark.parametrize(("examples", "derandomize"), [(6, True), (60, False)])
-def test_random_requests_of_a_model_with_states(with_states, examples, derandomize):
+def test_random_requests_of_a_model_with_states(with_states, name, examples, derandomize):
     engines, alone = with_states
-    run(engines, alone, examples=examples, steps=25, derandomize=derandomize)
-    assert sum(engine.stats().cached_tokens for engine in engines.values()) > 0
+    run(engines[name], alone, examples=examples, steps=25, derandomize=derandomize)
+    assert sum(engine.stats().cached_tokens for engine in engines[name].values()) > 0
 
 
 @pytest.mark.slow
