@@ -54,6 +54,8 @@ CHECKS = {
     "products_int4_of_bandwidth": "the same in int4",
     "moe_b1_vs_dense_active": "decode step of 64 experts top-2 at batch 1, relative to a dense model of the active "
     "size",
+    "hybrid_bandwidth_share": "decode step of the model with states: share of the read bandwidth, relative to the "
+    "dense model's",
     "host_overhead_ms": "host overhead of a decode step, 12 layers",
     "demo_warm_start_s": "demo model, warm cache: complete `jaxinfer generate` of 16 tokens",
     "throughput_vs_best_peer": "throughput against the best peer",
@@ -442,6 +444,33 @@ def held_out_section(result: Result) -> list[str]:
     ]
 
 
+def families_speed_section(result: Result) -> list[str]:
+    """Write decode steps and prefill of the model with states and of the dense one, and the check."""
+    decoded, prefilled = (
+        {row["model"]: row for row in result["rows"] if row["figure"] == figure}
+        for figure in ("decode step", "prefill")
+    )
+    lines = [
+        [
+            name,
+            f"{row['weight_mb']:,.0f} + {row['page_mb']:.0f} + {row['state_mb']:.0f}",
+            f"{row['ms']:.1f} ({min(row['all_ms']):.1f} to {max(row['all_ms']):.1f})",
+            f"{row['bandwidth_share']:.2f}",
+            f"{prefilled[name]['tokens_per_s']:,.0f}",
+        ]
+        for name, row in decoded.items()
+    ]
+    (row, *_), (prefill, *_) = decoded.values(), prefilled.values()
+    return [
+        f"Random models of 0.8B parameters in {row['dtype']}: one of Qwen3.5's shape, with recurrent states in three "
+        "of four layers, and a dense one whose decode step has as many bytes. One row, from a context of "
+        f"{row['context']} tokens; medians (and ranges) of rounds in turn, and the prefill of {prefill['tokens']} "
+        "tokens.",
+        table(["model", "MB: weights, pages, states", "step in ms", "of read bandwidth", "prefill, tokens/s"], lines),
+        checks_table(result),
+    ]
+
+
 def pipeline_section(result: Result) -> list[str]:
     """Write idle slots, the model of hybrid scheduling, the tokens per second of devices, and the checks."""
     rows = result["rows"]
@@ -691,6 +720,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "quality": quality_section,
     "gguf_quality": gguf_section,
     "held_out": held_out_section,
+    "families_speed": families_speed_section,
     "streaming": streaming_section,
     "start": start_section,
     "moe": moe_section,
@@ -706,7 +736,7 @@ PAGES = {
     "language-models.md": ("cpu_decode", *SHAPES, "engine", "quality", "gguf_quality"),
     "larger-than-memory.md": ("streaming",),
     "start.md": ("start",),
-    "families.md": ("held_out",),
+    "families.md": ("held_out", "families_speed"),
     "mixtures.md": ("moe",),
     "pipeline.md": ("pipeline",),
     "planner.md": ("deepspeed_figures", "planner"),

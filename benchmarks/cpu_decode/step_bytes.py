@@ -1,9 +1,9 @@
-"""Bytes that a whole decode step has to read: the weights as they are stored, with their scales, and the KV cache."""
+"""Bytes of a whole decode step: the weights as they are stored, with their scales, the KV cache, recurrent states."""
 
 import math
 
 from jaxinfer.models import DecoderConfig, WeightFormat
-from jaxinfer.models.leaves import canonical_leaves
+from jaxinfer.models.leaves import canonical_leaves, state_leaves
 
 QUANTISED = ("int8", "int4")
 NARROW_KV = 2
@@ -34,12 +34,18 @@ def weight_bytes(config: DecoderConfig, dtype: str) -> int:
 
 def kv_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
     """Count the bytes of keys and values of all layers for one sequence, in a window at most its tokens."""
-    mixers = [config.layer(layer).attention for layer in range(config.layers)]
+    kinds = [config.layer(layer) for layer in range(config.layers)]
+    mixers = [kind.attention for kind in kinds if kind.has_attention]
     values = sum(min(context, mixer.window or context) * mixer.kv_values for mixer in mixers)
     size = NARROW_KV if dtype in QUANTISED else weight_format(dtype).dtype.itemsize
     return values * size
 
 
+def state_bytes(config: DecoderConfig, dtype: str) -> int:
+    """Count the bytes of the recurrent states of one sequence, read and written."""
+    return 2 * sum(leaf.bytes for leaf in state_leaves(config, weight_format(dtype), 1).values())
+
+
 def step_bytes(config: DecoderConfig, dtype: str, context: float) -> float:
-    """Count the bytes that a decode step at batch 1 reads."""
-    return weight_bytes(config, dtype) + kv_bytes(config, dtype, context)
+    """Count the bytes that a decode step at batch 1 reads, and those of states, which it writes as well."""
+    return weight_bytes(config, dtype) + kv_bytes(config, dtype, context) + state_bytes(config, dtype)

@@ -56,7 +56,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
         "decode_8k_of_bandwidth": ("float32", LONG),
     }
     for name, (dtype, context) in figures.items():
-        engines: Engines = {(OURS, dtype): (OUR_SCRIPT, MODEL, "1", str(context + ROOM))}
+        engines: Engines = {(OURS, dtype): (OUR_SCRIPT, MODEL, "1", str(context + ROOM), "remember")}
         with workers(dtype, args.work_dir, Path(sys.executable), args.threads, engines) as (worker,):
             ms, given = timed_steps(worker, context, args.steps, args.rounds, bandwidth)
         row = step_row(MODEL, dtype, context + args.steps * (1 + args.rounds / 2), statistics.median(ms))

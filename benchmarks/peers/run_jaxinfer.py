@@ -1,6 +1,6 @@
-"""Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS [MAX_BATCH CONTEXT]`.
+"""Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS [MAX_BATCH CONTEXT [remember]]`.
 
-With MAX_BATCH and CONTEXT it can take prompts for computed (`remember`), which prefix caching is for.
+With `remember` it can take prompts for computed, which prefix caching is for.
 """
 
 import functools
@@ -123,8 +123,9 @@ class Jaxinfer:
         return [output.outputs[0].token_ids for output in self.wide[batch].generate(prompts, params)]
 
 
-def main(folder, dtype, threads, *sizes):
-    engine = serve(lambda: Jaxinfer(folder, dtype, *map(int, sizes), prefix_caching=bool(sizes)))
+def main(folder, dtype, threads, max_batch="8", context="1024", *options):
+    sizes = int(max_batch), int(context)
+    engine = serve(lambda: Jaxinfer(folder, dtype, *sizes, prefix_caching="remember" in options))
     engine.close()
 
 

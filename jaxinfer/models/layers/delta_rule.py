@@ -39,9 +39,8 @@ class GatedDeltaRule(nnx.Module):
         self.gate = linear(cfg.outputs)
         self.steps = linear(2 * cfg.value_heads)
         self.out = Linear(cfg.outputs, embed, weights, axes=("embed", "heads"), bias=False, rngs=rngs)
-        self.conv = nnx.Param(
-            jnp.zeros((cfg.key_heads, cfg.features, cfg.conv), jnp.float32), axes=("heads", None, None)
-        )
+        shape = cfg.key_heads, cfg.features, cfg.conv
+        self.conv = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32), axes=("heads", None, None))
         self.decay, self.step_bias = (
             nnx.Param(jnp.zeros(cfg.value_heads, jnp.float32), axes=("heads",)) for _ in range(2)
         )
