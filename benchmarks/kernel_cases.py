@@ -20,8 +20,10 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.presets import preset
 from jaxinfer.pallas_kernels import (
     KVPages,
+    RecurrentState,
     attention,
     cached_attention,
+    gated_delta_rule,
     linear_residual,
     merge_tokens,
     moe,
@@ -107,6 +109,20 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+class StateHeads(NamedTuple):
+    """The key heads of a delta rule, its value heads, and the keys and columns of a state; it convolves 4 tokens."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def features(self) -> int:
+        """The query, key and values of one key head."""
+        return 2 * self.key_dim + self.values // self.keys * self.value_dim
+
+
 class Choices(NamedTuple):
     """The tokens of an MoE layer, its experts, and how many of them each token chooses."""
 
@@ -165,6 +181,8 @@ def every_case() -> Iterator[Case]:
         heads, name = _heads(preset(model)), f"{model}, {tokens} tokens, {dtype}"
         yield prefill(1, tokens, tokens, heads, int8=dtype == "int8", full=True, name=name)
     yield encoding(32, 197, 12, 64, full=True, name="ViT-B/16, 32 x 197")
+    for rows in (1, 16):
+        yield stepping(rows, StateHeads(16, 32, 128, 128), name=f"Qwen3-Next, {rows} {'row' if rows == 1 else 'rows'}")
     for tokens in (1, 16, 512):
         name = f"Mixtral-8x7B, {tokens} {'token' if tokens == 1 else 'tokens'}"
         choices, embed, hidden = Choices(tokens, experts=8, k=2), 4096, 14_336
@@ -529,6 +547,55 @@ def _described(options: Mapping[str, Any], *, alibi: bool, page_size: int, head_
     described = "".join(f", {name} {value}" for name, value in options.items())
     described += ", ALiBi" * alibi + ", norms of heads" * head_norms
     return described + f", pages of {page_size}" * (page_size != PAGE_SIZE)
+
+
+# Recurrent states
+
+
+def stepping(rows: int, heads: StateHeads, *, padding: int = 0, name: str = "") -> Case:
+    """Make a case of one token of the gated delta rule in each row, of which the first begins a sequence.
+
+    padding: rows of padding after them.
+    """
+    count = rows + padding
+    slots = count + 1
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, decay, beta, weight, conv, state, order = jax.random.split(key, 7)
+        positions = jnp.where(jnp.arange(count) < rows, 100 * jnp.arange(count), -1)
+        return (
+            _normal(x, (count, 1, heads.keys, heads.features)),
+            -jax.random.exponential(decay, (count, 1, heads.values)),
+            jax.random.uniform(beta, (count, 1, heads.values)),
+            _normal(weight, (heads.keys, heads.features, 4), jnp.float32),
+            RecurrentState(
+                _normal(conv, (slots, 3, heads.keys, heads.features)),
+                _normal(state, (slots, heads.values, heads.key_dim, heads.value_dim), jnp.float32),
+            ),
+            jax.random.permutation(order, slots)[:count].astype(jnp.int32),
+            positions[:, None].astype(jnp.int32),
+        )
+
+    def compared(result: Any, *args: Any) -> Any:
+        output, cache = result
+        return output[:rows], cache
+
+    return Case(
+        op="delta_rule_step",
+        name=name or f"{rows} rows, {heads.keys}/{heads.values} heads of {heads.key_dim} x {heads.value_dim}",
+        call=functools.partial(gated_delta_rule, key_dim=heads.key_dim),
+        make=make,
+        traffic=lambda args: (
+            _bytes(args[:4]) + 2 * _bytes(args[4]) * count // slots + 4 * count * heads.values * heads.value_dim
+        ),
+        others=5 if count == 1 else 4,  # convolve in two, or three of one row; store the inputs; compute e^decay
+        rows=count,
+        state=4,
+        reference=functools.partial(references.delta_rule_step, rows=rows, key_dim=heads.key_dim),
+        compared=compared,
+        # exp, silu and the norms of queries and keys are a few roundings each.
+        tolerance=tolerance("float32", roundings=64, products=heads.key_dim),
+    )
 
 
 # Mixtures of experts

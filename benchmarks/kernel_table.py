@@ -54,6 +54,7 @@ LIMITS = {
     "decode_attention": Limit(per_sm=1, features=frozenset({"UTMALDG"})),
     "paged_attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
     "attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
+    "delta_rule_step": Limit(per_sm=3),
     "top_k_gating": Limit(per_sm=2),
     "permute": Limit(per_sm=16, features=frozenset({"LDG.128"})),
     "grouped_matmul": Limit(per_sm=2, features=frozenset({"UTMALDG", "HGMMA"})),

@@ -11,6 +11,7 @@ from benchmarks.kernel_cases import (
     Case,
     Choices,
     Heads,
+    StateHeads,
     decoding,
     encoding,
     every_case,
@@ -24,6 +25,7 @@ from benchmarks.kernel_cases import (
     quantized,
     quantizing,
     residual,
+    stepping,
     unpermuting,
 )
 from jaxinfer.pallas_kernels.weights import GROUP
@@ -63,6 +65,9 @@ def checked() -> Iterator[Case]:
     yield encoding(4, 197, 12, 64, merged=True)  # cuDNN, or plain XLA
     for tokens in (37, 64, 197, 333):  # rows that end within the 16 bytes of a copy, and one that does not
         yield encoding(4, tokens, 12, 64)
+    for rows, state_heads in ((1, StateHeads(16, 32, 128, 128)), (5, StateHeads(3, 3, 64, 24))):
+        yield stepping(rows, state_heads, padding=2)
+    yield stepping(3, StateHeads(2, 4, 256, 80))
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
     for rows, outputs, inputs in ((32, 1024, 1600), (33, 1024, 1600), (200, 4096, 4096)):
@@ -84,6 +89,7 @@ def tiny() -> Iterator[Case]:
     yield decoding(1, 1, 40, Heads(2, 1, 64), rotary=64, page_size=64, head_norms=True)
     yield encoding(1, 8, 1, 64, merged=True)
     yield encoding(1, 8, 1, 64)
+    yield stepping(2, StateHeads(1, 2, 64, 40), padding=1)
     yield from quantizing(2, 128)
     yield quantized(32, 64, 128)
     yield from _experts(Choices(4, experts=4, k=2), embed=64, hidden=64)

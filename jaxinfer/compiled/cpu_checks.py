@@ -23,7 +23,16 @@ import numpy as np
 
 from jaxinfer.compiled.options import COMMON, LARGE_WEIGHTS, compiler_options
 from jaxinfer.disk_cache import KeptFiles
-from jaxinfer.pallas_kernels import KVPages, Weights, cached_attention, linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels import (
+    KVPages,
+    RecurrentState,
+    Weights,
+    cached_attention,
+    gated_delta_rule,
+    linear_residual,
+    norm_linear,
+    small_batch_linear,
+)
 from jaxinfer.pallas_kernels.choices import CLEARLY_FASTER
 from jaxinfer.pallas_kernels.cpu.library import DEFAULT_ROWS, Library, load_library, use_library
 from jaxinfer.pallas_kernels.dispatch import recorded_implementations
@@ -90,6 +99,8 @@ def cases() -> Iterator[Case]:
     for dtype, tokens in (("float32", 1), ("bfloat16", 1), ("int8", 1), ("float32", 3), ("int8", 3), ("float32", 40)):
         yield _attention_case(rng, dtype, tokens)
     yield _attention_case(rng, "bfloat16", 1, rows_dtype="float32")
+    for dtype, tokens in (("float32", 1), ("bfloat16", 1), ("float32", 70)):
+        yield _delta_rule_case(rng, dtype, tokens)
 
 
 def compare(library: Library) -> tuple[list[str], list[str]]:
@@ -239,6 +250,42 @@ def _attention_case(rng: np.random.Generator, dtype: str, tokens: int, rows_dtyp
     args = (qkv, pages, page_table, _array(positions, np.int32), rotary, norms, alibi)
     name = f"cached_attention, {tokens} tokens, {dtype}"
     return Case(name=name, call=call, args=args, tolerance=_TOLERANCES[dtype], compared=compared)
+
+
+def _delta_rule_case(rng: np.random.Generator, dtype: str, tokens: int) -> Case:
+    """Return rows of a delta rule that begin, go on, end in padding and are padding; a state has 70 columns."""
+    rows, key_heads, value_heads, key_dim, value_dim, conv = 4, 2, 6, 20, 70, 4
+    features = 2 * key_dim + value_heads // key_heads * value_dim
+    shapes = RecurrentState.shapes(
+        rows + 1,
+        conv=conv,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=np.dtype(dtype),
+    )
+    cache = jax.tree.map(lambda x: _array(rng.normal(size=x.shape), x.dtype), shapes)
+    positions = np.array([0, 9, 5, 0])[:, None] + np.arange(tokens)
+    positions[2, tokens - tokens // 3 :] = positions[3] = -1
+    args = (
+        _array(rng.normal(size=(rows, tokens, key_heads, features)), dtype),
+        _array(-rng.gamma(0.5, size=(rows, tokens, value_heads)), np.float32),
+        _array(rng.uniform(size=(rows, tokens, value_heads)), np.float32),
+        _array(rng.normal(size=(key_heads, features, conv)), np.float32),
+        cache,
+        _array(np.array([3, 0, 4, 1]), np.int32),
+        _array(positions, np.int32),
+    )
+
+    def compared(results: Any) -> Any:
+        output, states = results
+        real = np.asarray(positions >= 0)[..., None, None]
+        return np.where(real, output, 0), jax.tree.map(lambda x: x.astype(np.float32), states)
+
+    name = f"gated_delta_rule, {tokens} tokens, {dtype}"
+    call = functools.partial(gated_delta_rule, key_dim=key_dim)
+    return Case(name=name, call=call, args=args, tolerance=_TOLERANCES["float32"], compared=compared)
 
 
 def limits(library: Library, *, seconds: float = MEASURE_SECONDS) -> dict[str, int]:

@@ -113,6 +113,14 @@ class Call {
   bool is_complete_ = true;
 };
 
+// The data of a result that an argument becomes: a copy of it, unless XLA has put the result in its place. Null for an
+// empty argument.
+inline void* in_place(const Array& argument, const Array& result, int64_t item_bytes) {
+  if (argument.count() == 0) return nullptr;
+  if (result.data() != argument.data()) std::memcpy(result.data(), argument.data(), argument.count() * item_bytes);
+  return result.data();
+}
+
 // The matrix, or the first of a stack, of [..., outputs, inputs].
 inline Matrix matrix_of(const Array& weight, const Array& scale, int64_t inputs) {
   const auto type = weight.type();

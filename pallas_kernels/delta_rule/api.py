@@ -1,17 +1,37 @@
 """The gated delta rule (Gated DeltaNet, arXiv:2412.06464), with the causal convolution before it."""
 
-import jax
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.pallas_kernels.choices import example_arguments
+from jaxinfer.pallas_kernels.delta_rule import cpu
+from jaxinfer.pallas_kernels.delta_rule import mosaic as kernels
 from jaxinfer.pallas_kernels.delta_rule import reference as plain
 from jaxinfer.pallas_kernels.delta_rule import xla as fallbacks
 from jaxinfer.pallas_kernels.delta_rule.recurrent_state import RecurrentState, Window
 from jaxinfer.pallas_kernels.delta_rule.window import Inputs, over_window
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import reference, xla
+from jaxinfer.pallas_kernels.implementation import ffi, mosaic, reference, xla
 
 __all__ = ["RecurrentState", "Window", "gated_delta_rule"]
 
-_gated_delta_rule = Operation("gated_delta_rule", xla(fallbacks.gated_delta_rule), reference(plain.gated_delta_rule))
+
+def _own_slots(*shapes: Any) -> tuple[Any, ...]:
+    """Make arguments to measure with: rows of different slots, in the midst of their sequences."""
+    *arguments, slot, positions = example_arguments(*shapes[:7])
+    at = jnp.broadcast_to(1 + jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape)
+    return *arguments, jnp.arange(slot.size, dtype=jnp.int32), at, *(jnp.ones(x.shape, x.dtype) for x in shapes[7:])
+
+
+_everywhere = (
+    ffi(cpu.gated_delta_rule),
+    xla(fallbacks.gated_delta_rule),
+    reference(plain.gated_delta_rule),
+)
+_delta_rule_step = Operation("delta_rule_step", mosaic(kernels.delta_rule_step), *_everywhere, example=_own_slots)
+_gated_delta_rule = Operation("gated_delta_rule", *_everywhere, example=_own_slots)
 
 
 def gated_delta_rule(
@@ -27,6 +47,8 @@ def gated_delta_rule(
     speculates: bool = False,
 ) -> tuple[jax.Array, RecurrentState]:
     """Move each row's state on by its tokens, and return what their queries read from it.
+
+    On a GPU, rows of a single token run as a kernel; on a CPU, all rows do.
 
     Queries, keys and values are silu(conv(qkv)); a query head serves the value heads of its key head, and queries and
     keys are scaled to length 1. Then, for each token, S = exp(decay) S; S += k (beta (v - S^T k))^T; o = S^T q.
@@ -48,7 +70,8 @@ def gated_delta_rule(
     """
 
     def rule(inputs: Inputs, states: RecurrentState, slot: jax.Array, positions: jax.Array, *kept: jax.Array):
-        return _gated_delta_rule(*inputs, conv_weight, states, slot, positions, *kept, key_dim=key_dim)
+        operation = _delta_rule_step if positions.shape[1] == 1 else _gated_delta_rule
+        return operation(*inputs, conv_weight, states, slot, positions, *kept, key_dim=key_dim)
 
     inputs = qkv, decay, beta
     if cache.window is None:

@@ -29,12 +29,10 @@ def gated_delta_rule(
     real, shape = positions >= 0, cache.state.shape[1:]
     begins = positions[:, 0] == 0
     if qkv.shape[1] == 1:
-        before = jax.tree.map(lambda x: _from_zero(x[slot], begins), cache)
-        x, conv = _convolve(before.conv, qkv, conv_weight, jnp.sum(real, axis=1))
-        q, k, v = (y[:, 0] for y in split(x, shape, key_dim))
-        output, state = _step(before.state, q, k, v, decay[:, 0], beta[:, 0], real[:, 0])
-        new = RecurrentState(conv, state)
-        return output[:, None], jax.tree.map(lambda old, x: old.at[slot].set(x), cache, new)
+        x, conv = convolve_single_tokens(qkv, conv_weight, cache.conv, slot, positions)
+        before = _from_zero(cache.state[slot], begins)
+        output, state = _step(before, *split(x, shape, key_dim), decay[:, 0], beta[:, 0], real[:, 0])
+        return output[:, None], RecurrentState(conv, cache.state.at[slot].set(state))
 
     if kept is not None:
         x, conv = _convolve(_from_zero(cache.conv[slot], begins), qkv, conv_weight, kept)
@@ -50,6 +48,20 @@ def gated_delta_rule(
     conv, x = lax.scan(convolve, cache.conv, (slot, begins, qkv, jnp.sum(real, axis=1)))
     output, state = _chunks(cache.state, slot, begins, real, *split(x, shape, key_dim), decay, beta)
     return output, RecurrentState(conv, state)
+
+
+def convolve_single_tokens(
+    qkv: jax.Array, conv_weight: jax.Array, conv: jax.Array, slot: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of one token of each row, float32 [B, Hk, F], and the inputs of all slots with the new ones.
+
+    Arguments as of `api`, with T = 1. conv: [S, L - 1, Hk, F].
+    """
+    before = _from_zero(conv[slot], positions[:, 0] == 0)
+    window = jnp.concatenate([before, qkv.astype(conv.dtype)], axis=1)
+    after = jnp.where(positions[:, :, None, None] >= 0, window[:, 1:], before)
+    terms = (window[:, j].astype(jnp.float32) * conv_weight[..., j] for j in range(window.shape[1]))
+    return sum(terms), conv.at[slot].set(after)  # type: ignore[return-value]
 
 
 def _from_zero(x: jax.Array, begins: jax.Array) -> jax.Array:

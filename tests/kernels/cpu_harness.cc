@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/tasks.h"
+#include "delta_rule/cpu/delta_rule.h"
 #include "linear/cpu/linear.h"
 #include "moe/cpu/expert_mlp.h"
 
@@ -245,6 +246,41 @@ void experts(Format format) {
   });
 }
 
+// Rows that begin, are parts of one sequence, end in guesses, and are padding, whose slot is not there.
+template <typename T>
+void delta_rules(int64_t tokens) {
+  const delta_rule::Sizes sizes{4, tokens, 2, 3, 20, 70, 4};
+  const int64_t slots = 3, steps = sizes.rows * tokens, heads = sizes.value_heads();
+  const std::vector<int32_t> slot{2, 0, tokens > 5 ? 2 : 1, 1 << 20}, kept{2, 1, 3, 0};
+  std::vector<int32_t> positions(steps, -1);
+  for (int64_t row = 0; row < 3; ++row) {
+    for (int64_t t = 0; t < (row == 0 ? tokens : (tokens + 1) / 2); ++t) positions[row * tokens + t] = 5 * row + t;
+  }
+  const auto qkv = normals<T>(steps * sizes.key_heads * sizes.features());
+  auto decay = normals(steps * heads);
+  for (float& x : decay) x = -x * x;
+  const auto beta = normals(steps * heads, 0.3f), weight = normals(sizes.key_heads * sizes.features() * sizes.conv);
+  const auto conv = normals<T>(slots * (sizes.conv - 1) * sizes.key_heads * sizes.features());
+  const auto state = normals(slots * heads * sizes.key_dim * sizes.value_dim);
+  const int64_t outputs = steps * heads * sizes.value_dim;
+  on_pools<float>(outputs + static_cast<int64_t>(state.size()), "the delta rule", [&](Pool& pool, float* y) {
+    auto new_conv = conv;
+    float* new_state = std::copy(state.begin(), state.end(), y + outputs) - state.size();
+    delta_rule::DeltaRule<T>{sizes,
+                             qkv.data(),
+                             decay.data(),
+                             beta.data(),
+                             weight.data(),
+                             slot.data(),
+                             positions.data(),
+                             tokens == 5 ? kept.data() : nullptr,
+                             new_conv.data(),
+                             new_state,
+                             y}
+        .run(pool);
+  });
+}
+
 int main() {
   tasks_run_once();
   a_call_does_what_nobody_else_does();
@@ -253,6 +289,10 @@ int main() {
     linear_layers<float>(format);
     linear_layers<bfloat16>(format);
     experts(format);
+  }
+  for (const int64_t tokens : {1, 5, 70}) {
+    delta_rules<float>(tokens);
+    delta_rules<bfloat16>(tokens);
   }
   std::puts("right");
 }

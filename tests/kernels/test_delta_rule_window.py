@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.pallas_kernels import gated_delta_rule
-from jaxinfer.pallas_kernels.delta_rule import reference, xla
+from jaxinfer.pallas_kernels.cpu.library import use_library
+from jaxinfer.pallas_kernels.delta_rule import cpu, reference, xla
 from jaxinfer.pallas_kernels.delta_rule.window import over_window
+from tests.kernels.cpu_levels import library_of
 from tests.kernels.test_delta_rule import KEY_DIM, WEIGHT, check, empty_states, inputs_of, part
 
 WINDOW = 3
@@ -33,11 +35,12 @@ def run(implementation, rows, states, *, speculates):
             target[at, : len(x)] = x
         positions[at, : len(arrays[0])] = start + np.arange(len(arrays[0])) if start >= 0 else -1
     slot = np.int32([slot for slot, *_ in rows])
-    output, states = jitted(implementation)(packed, states, slot, positions, speculates=speculates)
+    with use_library(library_of(None) if implementation is cpu else None):
+        output, states = jitted(implementation)(packed, states, slot, positions, speculates=speculates)
     return [np.asarray(x)[: len(arrays[0])] for x, (*_, arrays) in zip(output, rows, strict=True)], states
 
 
-@pytest.mark.parametrize("implementation", [reference, xla], ids=["reference", "xla"])
+@pytest.mark.parametrize("implementation", [reference, xla, cpu], ids=["reference", "xla", "cpu"])
 def test_guesses_of_which_any_number_is_right(implementation):
     """Three sequences guess beside padding; one pauses in the midst, and some calls have no guesses."""
     place, right = {0: 21, 2: 2, 1: 7}, {0: (3, 0, 1, 2, 0, 3), 2: (0, 3, 2, 3, 0, 1), 1: (3, 1, 0, 3, 2, 0)}

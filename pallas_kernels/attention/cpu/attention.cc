@@ -3,7 +3,6 @@
 #include "attention/cpu/attention.h"
 
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/handlers.h"
 
@@ -56,13 +55,6 @@ struct Attention {
 ScoreOptions score_options(Call& call, const Array& alibi) {
   return {call.attribute<float>("scale"), call.attribute<int64_t>("window"), call.attribute<float>("softcap"),
           alibi.given<float>()};
-}
-
-// Results that XLA has put in place of their arguments hold them already.
-void* in_place(const Array& argument, const Array& result, int64_t item_bytes) {
-  if (argument.count() == 0) return nullptr;
-  if (result.data() != argument.data()) std::memcpy(result.data(), argument.data(), argument.count() * item_bytes);
-  return result.data();
 }
 
 const char* cached_attention(Call& call) {
