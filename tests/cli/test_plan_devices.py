@@ -1,5 +1,6 @@
 """`jaxinfer plan --devices` as a user runs it."""
 
+import dataclasses
 import re
 
 import pytest
@@ -7,8 +8,9 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.cli.plan.devices import dollars
+from jaxinfer.cli.plan.notes import offload_note
 from jaxinfer.sharding import MeshConfig, read_mesh
-from jaxinfer.sharding.planner import Catalogue, Workload, rank
+from jaxinfer.sharding.planner import Catalogue, Runner, Ways, Workload, rank
 from jaxinfer.sharding.planner.search import FORMATS
 from jaxinfer.streaming.config import MemoryConfig
 
@@ -106,6 +108,23 @@ def test_notes_say_what_tiers_keep_and_which_experts_are_read():
     assert "ms to read back from the host" in text
     mixture = run("--model", "qwen3-30b-a3b", "--devices", "h200:4", "--batch", 64).stdout.replace("\n", " ")
     assert re.search(r"A pass over 64 tokens reads 12\d of a layer's 128 experts", mixture)
+
+
+def test_more_sequences_would_share_a_fetch_with_their_cache_on_the_host():
+    catalogue = Catalogue.read()
+    runner = Runner(
+        model=catalogue.model("gpt-13b"),
+        device=dataclasses.replace(catalogue.device("a100-40"), host_memory=100e9),
+        system=catalogue.systems["deepspeed-fp16"],
+        ways=Ways(),
+        format=FORMATS[None],
+    )
+    each = 1000 * 40 * 2 * 5120 * 2
+    assert f"{int(90e9 / each)} would share" in offload_note(runner, 1000, most=8, balanced=4000)
+    assert "--kv-offload 7813MiB" in offload_note(runner, 1000, most=8, balanced=10)
+    assert not offload_note(runner, 1000, most=8, balanced=8)
+    unequal = dataclasses.replace(runner, model=catalogue.model("qwen3-next-80b-a3b"))
+    assert not offload_note(unequal, 1000, most=8, balanced=4000)
 
 
 def test_a_model_of_a_directory_is_planned(model_dir):
