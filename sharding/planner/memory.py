@@ -18,6 +18,8 @@ LOGITS_COPIES, OPTION_COPIES = 9.5, 3
 """Copies of a row's logits, or else of its options, that programs have room for while they choose its token."""
 RESULT_BYTES = 344
 """Bytes of a token's log probabilities while a ring of stages collects them."""
+SNAPSHOTS = 2
+"""Recurrent states that the prefix cache keeps for each request besides its own."""
 PROMPT_POSITIONS = 64
 """Most tokens of a chunk whose logits exist at once."""
 
@@ -90,7 +92,7 @@ def kv_bytes(runner: Runner, tokens: float, slots: float) -> float:
 
     Args:
       tokens: that it has room for.
-      slots: that have a recurrent state, one more than requests may run.
+      slots: that have a recurrent state (`state_slots`).
     """
     stages, slices = runner.ways.pipeline, runner.ways.slices
 
@@ -98,6 +100,11 @@ def kv_bytes(runner: Runner, tokens: float, slots: float) -> float:
         return tokens * layer.kv_values_of(slices) * runner.format.kv_bytes + slots * runner.state_bytes(layer)
 
     return sum(stage_places(layer, stages) * of_layer(layer) for layer in runner.model.layers)
+
+
+def state_slots(requests: int) -> int:
+    """Count the recurrent states of a lane: those of its requests, their snapshots, and one that padding has."""
+    return (1 + SNAPSHOTS) * requests + 1
 
 
 def kept_bytes(runner: Runner) -> float:

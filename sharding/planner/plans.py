@@ -30,6 +30,7 @@ from jaxinfer.sharding.planner.memory import (
     kv_bytes,
     outer_bytes,
     request_bytes,
+    state_slots,
     weight_bytes,
     work_bytes,
 )
@@ -286,7 +287,7 @@ class _Predictor:
     def memory(self) -> Memory:
         """The bytes that the plan needs."""
         runner, plan, work = self.resident, self.plan, self.workload
-        cache = kv_bytes(runner, self.sequences * self._length, self.sequences + 1)
+        cache = kv_bytes(runner, self.sequences * self._length, state_slots(self.sequences))
         of_all = dict.fromkeys(("device", "host", "disk"), 0.0)
         if plan.weights != "device":  # a copy in each node, or one over several
             copies = max(1, plan.ways.size // max(plan.ways.slices, self.device.node))

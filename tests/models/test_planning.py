@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.generation.engine.config import SNAPSHOTS_PER_SEQUENCE
 from jaxinfer.models import config as c
 from jaxinfer.models.planning import shape_of
 from jaxinfer.models.presets import parameter_count
+from jaxinfer.sharding.planner.memory import SNAPSHOTS
 from tests.tiny import CONFIG, HYBRID
 
 ROUTER = c.RouterConfig(experts=4, experts_per_token=2)
@@ -39,3 +41,4 @@ def test_a_layer_with_a_recurrent_state_has_no_keys_and_values():
         (1, HYBRID.layer(1).attention.kv_values, 0),
     ]
     assert shape.params == pytest.approx(parameter_count(HYBRID), rel=0.05)
+    assert SNAPSHOTS == SNAPSHOTS_PER_SEQUENCE
