@@ -50,7 +50,7 @@ QUICK_SHAPE = SHAPE | {
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "head_dim": 32,
-    "intermediate_size": 128,
+    "intermediate_size": 512,
     "vocab_size": 32_000,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

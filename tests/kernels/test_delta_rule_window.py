@@ -34,7 +34,7 @@ def run(implementation, rows, states, *, speculates):
         for target, x in zip(packed, arrays, strict=True):
             target[at, : len(x)] = x
         positions[at, : len(arrays[0])] = start + np.arange(len(arrays[0])) if start >= 0 else -1
-    slot = np.int32([slot for slot, *_ in rows])
+    slot = np.array([slot for slot, *_ in rows], np.int32)
     with use_library(library_of(None) if implementation is cpu else None):
         output, states = jitted(implementation)(packed, states, slot, positions, speculates=speculates)
     return [np.asarray(x)[: len(arrays[0])] for x, (*_, arrays) in zip(output, rows, strict=True)], states
@@ -104,5 +104,8 @@ def test_no_branch_copies_states_or_windows():
         return jax.lax.fori_loop(0, 5, body, (jnp.float32(0), layers))
 
     compiled = jax.jit(loop, donate_argnums=2).lower(tokens, indices, [shapes, shapes]).compile()
-    assert not [line for line in compiled.as_text().splitlines() if " copy(" in line and "[4096," in line]
-    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    assert not [line for line in text.splitlines() if " copy(" in line and "[4096," in line]
+    assert memory.temp_size_in_bytes < 1 << 20

@@ -109,7 +109,7 @@ def delta_rule_step(
         grid=(plan.rows, heads, value_dim // columns),
         grid_names=("row", "head", "column"),
         kernel_name="delta_rule_step",
-    )(_Inputs(*map(gmem, small), gmem(state)))
+    )(_Inputs(*(gmem(array) for array in (*small, state))))
     return output[:, None], RecurrentState(conv, jax.freeze(state))
 
 
