@@ -148,7 +148,7 @@ def _describe_shape(value: Any) -> list[Any]:
 
 
 def _describe_dtype(dtype: np.dtype) -> list[str]:
-    """Return the name, which tells bfloat16 from other types of two bytes, and the byte order, which it lacks."""
+    """The name, which tells bfloat16 from other types of two bytes, and the byte order, which it lacks."""
     if dtype.hasobject or dtype.names or dtype.subdtype or dtype.metadata:
         raise NoKeyError(f"it depends on an array of {dtype!r}")
     return [dtype.name, dtype.str]
