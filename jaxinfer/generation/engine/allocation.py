@@ -372,10 +372,6 @@ class Allocator:
         allocation.prefilling, allocation.num_prefilled_tokens, allocation.ends = True, 0, ()
         self._end_load(allocation)
 
-    def take_snapshots(self) -> tuple[tuple[int, int], ...]:
-        """Take the (slot, snapshot) pairs of states that the step in preparation copies first."""
-        return () if self.snapshots is None else self.snapshots.take_due()
-
     def take_stored(self) -> tuple[Stored, ...]:
         """Return the pages that the step in preparation is to bring to the host."""
         assert self.restoring is not None

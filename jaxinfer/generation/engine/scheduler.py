@@ -230,7 +230,7 @@ class DecoderScheduler:
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if runs else (),
-            snapshots=self.allocator.take_snapshots() if runs else (),
+            snapshots=self.allocator.snapshots.take_due() if runs and self.allocator.snapshots else (),
             stored=self.allocator.take_stored() if runs and keeps else (),
             restored=tuple(self.allocator.restored),
             chunks=tuple(step.chunks),
