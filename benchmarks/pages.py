@@ -588,12 +588,12 @@ def simulator_section(result: Result) -> list[str]:
         for row in rows
     ]
     worst = [row for row in result["rows"] if row["figure"] == "worst"]
-    named = "; ".join(f"{row['metric']} {row['error']:+.0%} ({row['cell']})" for row in worst)
     return [
         "The real engine on this machine, and what its simulation predicted before. Means over the requests of a cell, "
         "in milliseconds: measured (the median of three runs), predicted, error.",
         table(["engine", "cell", *metrics.values()], lines),
-        f"Largest errors: {named}.",
+        "The largest errors:",
+        table(["of", "error", "cell"], [[row["metric"], f"{row['error']:+.0%}", row["cell"]] for row in worst]),
         *_peer_paragraphs(result),
         checks_table(result, SIMULATOR_CHECKS),
     ]

@@ -57,7 +57,7 @@ def test_a_cell_compares_means_with_the_median_run():
     assert worst == {"figure": "worst", "metric": "ttft", "error": -0.5, "cell": "demo, batch 8: other"}
     text = "\n".join(pages.simulator_section({**report.result(), "rows": [row, *report.rows]}))
     assert "| demo, batch 8 | 40 + 10 tokens, poisson at 95% | 20, 22, +10% |" in text
-    assert "ttft -50% (demo, batch 8: other)" in text
+    assert "| ttft | -50% | demo, batch 8: other |" in text
 
 
 def test_a_peer_predicts_the_points_of_dense_models(tmp_path):
