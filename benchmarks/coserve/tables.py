@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.coserve.bursts import COMPARED
-from benchmarks.pages import rows_of, table
+from benchmarks.pages.tables import rows_of, table
 
 BASELINES = ("samba", "fifo", "parallel")
 """The paper's baselines: none groups requests by expert."""

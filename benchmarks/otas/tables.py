@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.otas.fragile import ADAPTING
 from benchmarks.otas.setting import BY_WORTH, INFAAS, OURS, Cell, best_fixed
-from benchmarks.pages import rows_of, table
+from benchmarks.pages.tables import rows_of, table
 from jaxinfer.elastic.scheduling.policies import POLICIES
 
 type Rows = Sequence[Mapping[str, Any]]

@@ -4,12 +4,12 @@ import statistics
 
 import pytest
 
-from benchmarks import pages
 from benchmarks.deepspeed_figures import headlines, public, ratios
 from benchmarks.deepspeed_figures.__main__ import HEADLINE_TOLERANCE, MOST_FITTED, add_checks, point_row
 from benchmarks.deepspeed_figures.fits import fit, left_out
 from benchmarks.deepspeed_figures.points import TOLERANCES, points
 from benchmarks.deepspeed_figures.systems import FILE, OF_DENSE, write
+from benchmarks.pages.planner import planner_section
 from benchmarks.report import ROOT, Report
 from jaxinfer.sharding.planner import Catalogue
 
@@ -107,7 +107,7 @@ def test_the_page_shows_errors_and_misses():
         report.row(figure="headline", name=name, measured=measured, predicted=predicted[name])
     add_checks(report)
     assert all(check.met for check in report.checks)
-    text = "\n".join(pages.planner_section(report.result()))
+    text = "\n".join(planner_section(report.result()))
     assert "| deepspeed-moe | 8 | 5.4% | 9.2% | 50.0% |" in text
     assert "| TensorRT-LLM | llama-3.1-8b, 1 H200, 128/128, tokens/s | 27,911 |" in text
     assert "Fig. 8" in text

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import families_speed, pages
+from benchmarks import families_speed
 from benchmarks.cpu_decode.step_bytes import kv_bytes, state_bytes, step_bytes, weight_bytes
 from benchmarks.families_speed import CONTEXT, dense, hybrid, in_turn
+from benchmarks.pages.language_models import families_speed_section
 
 
 def test_states_are_read_and_written_and_only_layers_with_attention_have_pages():
@@ -53,6 +54,6 @@ def test_a_quick_run_and_its_page(tmp_path, monkeypatch):
     families_speed.main()
     result = json.loads(file.read_text())
     assert [check["name"] for check in result["checks"]] == ["hybrid_bandwidth_share"]
-    text = "\n".join(pages.families_speed_section(result))
+    text = "\n".join(families_speed_section(result))
     assert "| hybrid | " in text
     assert "share of the read bandwidth, relative to the dense model's" in text

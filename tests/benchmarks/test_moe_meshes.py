@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import pages
 from benchmarks.moe import meshes
 from benchmarks.moe.meshes import DENSE, EXCHANGES, Layout, compared, exchanged, ratios, split_of_experts
+from benchmarks.pages.mixtures import moe_section
 from benchmarks.report import ROOT
 from jaxinfer.models.presets import preset
 from jaxinfer.sharding import MeshConfig
@@ -62,6 +62,6 @@ def test_experts_are_split_over_the_axes_that_divide_them(axes, split):
 
 def test_the_page_has_tables_of_the_recorded_exchanges():
     result = json.loads((ROOT / "benchmarks/results/intel-amx/moe.json").read_text())
-    text = "\n".join(pages.moe_section(result))
+    text = "\n".join(moe_section(result))
     assert "| 8 |  | 2 | 8 | 61.4 | 30.7 |" in text
     assert "two lanes, one thread each" in text

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import pages
+from benchmarks.pages.pipeline import pipeline_section
 from benchmarks.pipeline import devices
 from benchmarks.pipeline.families import are_divisible, compare, decoders, repeated, repeats_of
 from benchmarks.pipeline.idle import FIG_8, FIG_10B, PER_STAGE, TOKENS, idle_row, planned
@@ -119,7 +119,7 @@ def test_the_page_and_the_figure_show_the_recorded_result():
     from benchmarks.pipeline.plots import draw_rings
 
     result = json.loads((ROOT / "benchmarks/results/amd-avx512/pipeline.json").read_text())
-    text = "\n".join(pages.pipeline_section(result))
+    text = "\n".join(pipeline_section(result))
     assert "| queued | recorded | 2 of 202 | 6 of 456 | 12 of 812 | 20 of 1,270 |" in text
     assert devices.PIPELINE in text
     titles = [axes.get_title(loc="left") for axes in draw_rings(result).axes]

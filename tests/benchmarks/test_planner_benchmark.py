@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import pages
+from benchmarks.pages.planner import simulator_section
 from benchmarks.planner.__main__ import PARTS
 from benchmarks.planner.accuracy import _check, cell_row
 from benchmarks.planner.peer import peer
@@ -55,7 +55,7 @@ def test_a_cell_compares_means_with_the_median_run():
     assert {check.name: check.value for check in report.checks}["ttft_error_median"] == pytest.approx(0.3)
     worst = next(row for row in report.rows if row["metric"] == "ttft")
     assert worst == {"figure": "worst", "metric": "ttft", "error": -0.5, "cell": "demo, batch 8: other"}
-    text = "\n".join(pages.simulator_section({**report.result(), "rows": [row, *report.rows]}))
+    text = "\n".join(simulator_section({**report.result(), "rows": [row, *report.rows]}))
     assert "| demo, batch 8 | 40 + 10 tokens, poisson at 95% | 20, 22, +10% |" in text
     assert "| ttft | -50% | demo, batch 8: other |" in text
 
@@ -71,7 +71,7 @@ def test_a_peer_predicts_the_points_of_dense_models(tmp_path):
     assert (row["name"], row["measured"], row["aisimulate"]) == ("llama-3.1-8b, 1 H200, 128/128", 27911, 27911)
     assert 0 < errors["jaxinfer"] < 0.2
     assert errors["aisimulate"] == 0
-    assert any("AISimulate" in text for text in pages._peer_paragraphs(report.result()))
+    assert any("AISimulate" in text for text in simulator_section(report.result()))
     peer(empty := Report(), Settings(quick=True, folder=tmp_path, aisimulate_python=tmp_path / "none/python"))
     assert not empty.rows
 

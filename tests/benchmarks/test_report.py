@@ -11,6 +11,7 @@ from benchmarks import pages, report
 from benchmarks.engine import __main__ as engine
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.ways import Memory
+from benchmarks.pages.checks import CHECKS
 from benchmarks.report import Report, machine_kind, today
 from benchmarks.workers import EngineError, Worker, find_peers, run_parts
 
@@ -177,7 +178,7 @@ def test_every_kind_of_machine_has_its_own_tables(tmp_path):
     lines = intel.splitlines()
     fastest = lines.index("| transformers | float32 | 64 | batch 64, order output | **100.0** |")
     assert lines[fastest + 1] == "| **jaxinfer** | float32 | 64 | batch 64, order output | 90.0 |"
-    assert f"| {pages.CHECKS['compile_misses']} | 1 programs | ≤ 0 programs | missed |" in lines
+    assert f"| {CHECKS['compile_misses']} | 1 programs | ≤ 0 programs | missed |" in lines
     before = f"above\n{pages.BEGIN}\nold\n{pages.END}\nbelow\n"
     assert pages.insert(before, page) == f"above\n{page}\nbelow\n"
 
