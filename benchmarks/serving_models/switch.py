@@ -15,7 +15,8 @@ from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.checkpoints.host_memory import aligned_buffer
 from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, read_cached
 from jaxinfer.generation.execution.whole_weights import PARTS
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.serving.budget import host_budget
 from jaxinfer.streaming.layer_folders import layer_folder
 

@@ -55,7 +55,8 @@ def app(
         require_extra(package, "jaxinfer.http.app")
     from jaxinfer.http import records
     from jaxinfer.http.config import check_names
-    from jaxinfer.http.served_models import ServedModel, ServedModels
+    from jaxinfer.http.served_model import ServedModel
+    from jaxinfer.http.served_models import ServedModels
     from jaxinfer.http.server import make_app
     from jaxinfer.http.vision.served import ServedService, ServedSystem
 

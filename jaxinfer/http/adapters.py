@@ -9,7 +9,8 @@ from jaxinfer.generation.lora.peft import WEIGHTS
 from jaxinfer.http.bodies import Body
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.folders import find_inside
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 
 MAX_NAME = 256
 """Characters of an adapter's name."""

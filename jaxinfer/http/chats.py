@@ -13,7 +13,7 @@ from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.http.bodies import text_alone
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.limits import Limits
-from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.served_model import ServedModel
 from jaxinfer.http.tools import Tools, tell_of, with_arguments
 from jaxinfer.http.turns import TurnMemory, keys_of, turn_of
 from jaxinfer.text import TextStream, Tokenizer

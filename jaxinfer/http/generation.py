@@ -31,7 +31,7 @@ from jaxinfer.http.bodies import ChatBody, CompletionBody, GenerationBody, as_pr
 from jaxinfer.http.chats import Chat, ChatAnswer, CompletionParts, begin_chat
 from jaxinfer.http.connection import DONE, EventStream, until_disconnect
 from jaxinfer.http.limits import Limits
-from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.served_model import ServedModel
 from jaxinfer.http.tools import Tools
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.parsing import Part, ToolCall

@@ -10,7 +10,8 @@ from rich.filesize import decimal
 from jaxinfer.checkpoints.layouts import is_complete
 from jaxinfer.generation.api.async_llm import AsyncLLM
 from jaxinfer.http.config import ModelConfig, ServerConfig, naming_table
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.hub import HubName
 from jaxinfer.models.files.loading import OpenedModel, open_model
 from jaxinfer.serving import NotLoadedError

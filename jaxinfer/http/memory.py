@@ -7,7 +7,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from jaxinfer.http.served_models import ServedModels, State
+from jaxinfer.http.served_model import State
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.serving.budget import all_budgets
 
 

@@ -19,7 +19,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_tier import TierStats
 from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
-from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.served_model import ServedModel
 from jaxinfer.serving import ServingError
 
 ALIASES = {

@@ -15,7 +15,8 @@ from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.json_response import json_response
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.residency import Residency
-from jaxinfer.http.served_models import ModelChoice, ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ModelChoice, ServedModels
 
 
 class ModelEndpoints:

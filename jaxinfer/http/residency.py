@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxinfer.generation.api.async_llm import AsyncLLM
+from jaxinfer.http.served_model import ServedModel
 from jaxinfer.serving import NotLoadedError, ServingError
-
-if TYPE_CHECKING:
-    from jaxinfer.generation.api.async_llm import AsyncLLM
-    from jaxinfer.http.served_models import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +23,6 @@ DISK_BYTES_PER_SECOND = 1e9
 
 PREEMPT_AFTER = 10.0
 """Seconds that a request waits until running requests of another model are interrupted, unless a config says others."""
-LONGEST_TURN = 30.0
-"""Seconds after which the running requests of a model may be interrupted in any case."""
 END_SECONDS = 10.0
 """Seconds to wait at most for a model that is being woken up when the server ends."""
 
@@ -53,7 +49,7 @@ class Residency:
       switch_seconds: what this took in all, making room included.
     """
 
-    def __init__(self, models: Iterable["ServedModel"], *, preempt_after: float | None = PREEMPT_AFTER):
+    def __init__(self, models: Iterable[ServedModel], *, preempt_after: float | None = PREEMPT_AFTER):
         self._models, self._preempt_after = list(models), preempt_after
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -63,7 +59,7 @@ class Residency:
 
     # From any thread
 
-    def watch(self, model: "ServedModel") -> None:
+    def watch(self, model: ServedModel) -> None:
         """Wake a model whenever it has requests. Called once it is loaded, again without effect."""
         if (llm := model.loaded) is not None:
             llm.on_waiting(self._notify)
@@ -130,7 +126,7 @@ class Residency:
         except queue.Empty:
             return None
 
-    def _next_waiting(self) -> "ServedModel | None":
+    def _next_waiting(self) -> ServedModel | None:
         """The sleeping model whose request has waited longest."""
         waiting = [
             (since, index)
@@ -142,7 +138,7 @@ class Residency:
         ]
         return self._models[min(waiting)[1]] if waiting else None
 
-    def _bring(self, model: "ServedModel") -> None:
+    def _bring(self, model: ServedModel) -> None:
         """Wake a model for its requests, unless they are given up meanwhile. If that fails, they end with an error."""
         llm, begun = model.llm, time.perf_counter()
         try:
@@ -153,7 +149,7 @@ class Residency:
             llm.fail_waiting(model.not_loaded())
         self.switch_seconds += time.perf_counter() - begun
 
-    def wake_up(self, model: "ServedModel", *, unless: Callable[[], bool] = lambda: False) -> None:
+    def wake_up(self, model: ServedModel, *, unless: Callable[[], bool] = lambda: False) -> None:
         """Wake a model, and have others sleep for it. Call it by `run`.
 
         Models without requests all sleep, which costs nothing: then the ledger takes what is lacking where that costs
@@ -166,7 +162,7 @@ class Residency:
         llm, begun = model.llm, time.perf_counter()
         if not llm.is_sleeping:
             return
-        paused = list["ServedModel"]()
+        paused = list[ServedModel]()
         try:
             for victim in self._victims(model):
                 since = llm.waiting_since
@@ -184,13 +180,13 @@ class Residency:
                     with contextlib.suppress(ServingError):  # it was closed or has died meanwhile
                         other.wake_up()
 
-    def _patience(self, victim: "ServedModel", since: float) -> float:
+    def _patience(self, victim: ServedModel, since: float) -> float:
         """The seconds that running requests still have, while another has waited since then."""
         if self._preempt_after is None:
             return math.inf
         return max(since + self._preempt_after, victim.woken_at + victim.turn_seconds) - time.perf_counter()
 
-    def _victims(self, model: "ServedModel") -> Iterator["ServedModel"]:
+    def _victims(self, model: ServedModel) -> Iterator[ServedModel]:
         """Yield the models that sleep for another, in order: those without requests, and others while room is lacking.
 
         Raises NotLoadedError if all together are too small.
@@ -211,7 +207,7 @@ class Residency:
                 break
             yield other
 
-    def _candidates(self, model: "ServedModel") -> list["ServedModel"]:
+    def _candidates(self, model: ServedModel) -> list[ServedModel]:
         return [
             other
             for other in self._models
@@ -222,7 +218,7 @@ class Residency:
             and not llm.is_sleeping
         ]
 
-    def _make_room(self, victim: "ServedModel", wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
+    def _make_room(self, victim: ServedModel, wait: Callable[[], float], unless: Callable[[], bool]) -> bool:
         """Have a model sleep, which lends what it has; return whether it does. wait, unless: as of `AsyncLLM.sleep`."""
         llm = _loaded(victim)
         llm.on_waiting(self._notify)
@@ -243,12 +239,12 @@ class Residency:
                 model.unload()
 
 
-def _loaded(model: "ServedModel") -> "AsyncLLM":
+def _loaded(model: ServedModel) -> AsyncLLM:
     assert model.loaded is not None
     return model.loaded
 
 
-def _worth(model: "ServedModel", now: float) -> tuple[bool, float, float]:
+def _worth(model: ServedModel, now: float) -> tuple[bool, float, float]:
     """The order in which models make room: those without requests first, and of these those whose next use costs least.
 
     The least recently used goes first of models that nobody has asked for lately.

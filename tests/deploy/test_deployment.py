@@ -20,7 +20,8 @@ from jaxinfer.http.config_file import read_config
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.metrics import ALIASES
 from jaxinfer.http.process import LAST_SECONDS
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
 from tests.deploy.files import (
     DEPLOY,

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxinfer import AsyncLLM, SamplingParams
 from jaxinfer.generation.engine.page_tier import TierStats
 from jaxinfer.http.metrics import ALIAS_LABELS, ALIASES, Metrics
-from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.served_model import ServedModel
 from tests.generation.conftest import PLAIN
 from tests.generation.few_programs import few_programs
 

@@ -46,7 +46,8 @@ def attributes_of(span):
 
 def test_spans_of_requests(async_llm, collector):
     from jaxinfer.http.limits import Limits
-    from jaxinfer.http.served_models import ServedModel, ServedModels
+    from jaxinfer.http.served_model import ServedModel
+    from jaxinfer.http.served_models import ServedModels
     from jaxinfer.http.server import make_app
     from jaxinfer.http.traces import Traces
     from tests.http.asgi import Client

@@ -15,7 +15,8 @@ from jaxinfer.http.bodies import decode
 from jaxinfer.http.errors import BadRequestError
 from jaxinfer.http.messages.bodies import MessagesBody
 from jaxinfer.http.messages.conversation import chat_of
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
 from tests.http.asgi import Client
 from tests.tiny import byte_tokenizer

@@ -20,14 +20,15 @@ from tests.tiny import save_tiny
 
 pytest.importorskip("starlette")
 
-from jaxinfer.http import served_models
+from jaxinfer.http import served_model
 from jaxinfer.http.config import ModelConfig, ServerConfig
 from jaxinfer.http.config_file import read_config
 from jaxinfer.http.limits import Limits
 from jaxinfer.http.loading import load_models
 from jaxinfer.http.loading import served_models as models_of
 from jaxinfer.http.residency import _worth
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
 from tests.http.asgi import Client
 
@@ -311,7 +312,7 @@ def test_a_request_waits_until_its_deadline(make):
 def test_a_model_that_fails_harms_no_other(make, expected, monkeypatch, caplog):
     texts, _ = expected
     server, load = make(), {}
-    monkeypatch.setattr(served_models, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(served_model, "RETRY_SECONDS", 0.2)
 
     def fails(asleep):
         raise OSError("the disk is gone")
@@ -353,7 +354,7 @@ def test_a_request_waits_for_a_model_that_is_unloaded_as_soon_as_it_has_loaded(m
 def test_weights_that_cannot_be_read_fail_those_who_wait(make, expected, monkeypatch, caplog):
     texts, _ = expected
     server = make()
-    monkeypatch.setattr(served_models, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(served_model, "RETRY_SECONDS", 0.2)
 
     async def main():
         await server.ask("b")

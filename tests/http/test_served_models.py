@@ -16,7 +16,8 @@ pytest.importorskip("starlette")
 
 from jaxinfer import http
 from jaxinfer.http.limits import Limits
-from jaxinfer.http.served_models import ServedModel, ServedModels
+from jaxinfer.http.served_model import ServedModel
+from jaxinfer.http.served_models import ServedModels
 from jaxinfer.http.server import make_app
 from tests.http.asgi import Client
 

@@ -17,7 +17,7 @@ from jaxinfer.http.responses.bodies import ENCRYPTED_REASONING, InputItem, Respo
 from jaxinfer.http.responses.conversation import to_messages
 from jaxinfer.http.responses.output import EventWriter, ResponseOutput, new_id
 from jaxinfer.http.responses.store import ResponseStore
-from jaxinfer.http.served_models import ServedModel
+from jaxinfer.http.served_model import ServedModel
 from jaxinfer.text.parsing import TextPart
 
 FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
