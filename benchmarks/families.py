@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.prose import wrapped
 from benchmarks.report import ROOT
-from jaxinfer.models.config import ModelConfig, VisionConfig
+from jaxinfer.models.config import ModelConfig, VisionConfig, kind_of
 from jaxinfer.models.families import FAMILIES, REFUSED, STATE_DICTS, Family
 from jaxinfer.models.families.fields import Fields, surveyed
 from jaxinfer.models.files.conversion import HuggingFaceModel
-from jaxinfer.models.files.description import kind_of
 
 PAGE = ROOT / "docs/families.md"
 BEGIN = "<!-- Written by `python -m benchmarks.pages --write`, from the families and their tests. -->"

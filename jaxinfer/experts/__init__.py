@@ -22,9 +22,8 @@ if TYPE_CHECKING:
         ProfileError,
         RoutingError,
     )
-    from jaxinfer.experts.execution.kinds import Classification, Detection, EmbeddingVector, Judgement
     from jaxinfer.experts.opened import OpenedSystem
-    from jaxinfer.experts.results import Result, Stage
+    from jaxinfer.experts.results import Classification, Detection, EmbeddingVector, Judgement, Result, Stage
     from jaxinfer.experts.scheduling.experts import InputKind, Rule
     from jaxinfer.experts.scheduling.policy import POLICIES, Policy, policy_of
     from jaxinfer.experts.scheduling.profile import Profile
@@ -41,8 +40,7 @@ _MODULES = {
         "ProfileError",
         "RoutingError",
     ),
-    "results": ("Result", "Stage"),
-    "execution.kinds": ("Classification", "Detection", "EmbeddingVector", "Judgement"),
+    "results": ("Classification", "Detection", "EmbeddingVector", "Judgement", "Result", "Stage"),
     "opened": ("OpenedSystem",),
     "scheduling.experts": ("InputKind", "Rule"),
     "scheduling.policy": ("POLICIES", "Policy", "policy_of"),

@@ -2,7 +2,55 @@
 
 import dataclasses
 
-from jaxinfer.experts.execution.kinds import Judgement
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """An expert's answer to an input.
+
+    Attributes:
+      verdict: the word that rules route by.
+    """
+
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classification(Judgement):
+    """A classifier's answer; the verdict is the label of the most probable class.
+
+    Attributes:
+      probabilities: float32, of all classes, [classes].
+    """
+
+    probabilities: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Detection(Judgement):
+    """A detector's answer, best first; the verdict is the label of the best box, or "none".
+
+    Attributes:
+      boxes: left, top, right and bottom in pixels of the input, float32 [N, 4].
+      scores: float32 [N].
+      labels: the boxes' labels.
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    labels: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingVector(Judgement):
+    """An encoder's answer; the verdict is "done".
+
+    Attributes:
+      vector: float32 [D], as `Embedder` gives it.
+    """
+
+    vector: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

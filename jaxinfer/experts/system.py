@@ -12,11 +12,10 @@ import numpy as np
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
 from jaxinfer.experts.execution.decider import InputDecider, InputTicket
-from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.loader import OpenedExpert
 from jaxinfer.experts.execution.observed import ObservedProfiles
 from jaxinfer.experts.opened import OpenedSystem
-from jaxinfer.experts.results import Result
+from jaxinfer.experts.results import Judgement, Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.experts import ExpertGraph
 from jaxinfer.experts.scheduling.profile import Profile

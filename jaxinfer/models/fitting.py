@@ -23,8 +23,8 @@ from jaxinfer.models.config import (
     ModelConfig,
     TransformerConfig,
     ViTConfig,
+    kind_of,
 )
-from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
 from jaxinfer.sharding import ShardingRules, axes_text

@@ -9,8 +9,7 @@ from typing import Self
 import httpx2
 
 from jaxinfer.evaluation.image_requests import checked, headers_of, list_at
-from jaxinfer.experts.execution.kinds import Judgement
-from jaxinfer.experts.results import Result, Stage
+from jaxinfer.experts.results import Judgement, Result, Stage
 
 IN_FLIGHT = 16
 """Inputs of one `ExpertsClient.run` that are sent at a time."""

@@ -13,8 +13,7 @@ from jaxinfer.execution.costs import open_costs
 from jaxinfer.execution.forward import BatchSize, Forward, batch_sharding, batch_sizes
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.experts.execution.place import RULES, Place
-from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
-from jaxinfer.models.files.description import kind_of
+from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig, kind_of
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import axes_text

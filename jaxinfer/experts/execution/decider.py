@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.experts.errors import LoadError
-from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.lender import ExpertLender
 from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.execution.observed import ObservedProfiles, Observer
 from jaxinfer.experts.execution.runner import ExpertRunner
-from jaxinfer.experts.results import Result, Stage
+from jaxinfer.experts.results import Judgement, Result, Stage
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.serving.errors import ServingError, with_output

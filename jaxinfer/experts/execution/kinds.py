@@ -1,4 +1,4 @@
-"""The kinds of experts: their inputs, how they run, and their answers."""
+"""The kinds of experts: their inputs, how they run, and what their outputs mean."""
 
 import dataclasses
 import hashlib
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
+from jaxinfer.experts.results import Classification, Detection, EmbeddingVector, Judgement
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.files.description import SentenceConfig
 from jaxinfer.models.files.loading import OpenedModel
@@ -20,54 +21,6 @@ NOTHING = "none"
 """The verdict of a detector that has found nothing."""
 DONE = "done"
 """The verdict of an encoder, whose answer is its vector."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """An expert's answer to an input.
-
-    Attributes:
-      verdict: the word that rules route by.
-    """
-
-    verdict: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Classification(Judgement):
-    """A classifier's answer; the verdict is the label of the most probable class.
-
-    Attributes:
-      probabilities: float32, of all classes, [classes].
-    """
-
-    probabilities: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Detection(Judgement):
-    """A detector's answer, best first; the verdict is the label of the best box, or "none".
-
-    Attributes:
-      boxes: left, top, right and bottom in pixels of the input, float32 [N, 4].
-      scores: float32 [N].
-      labels: the boxes' labels.
-    """
-
-    boxes: np.ndarray
-    scores: np.ndarray
-    labels: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingVector(Judgement):
-    """An encoder's answer; the verdict is "done".
-
-    Attributes:
-      vector: float32 [D], as `Embedder` gives it.
-    """
-
-    vector: np.ndarray
 
 
 class ExpertKind(Protocol):

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
-from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert
 from jaxinfer.experts.execution.place import Place
+from jaxinfer.experts.results import Judgement
 from jaxinfer.experts.scheduling.executor_state import ExecutorState
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Load
 

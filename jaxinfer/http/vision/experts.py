@@ -11,16 +11,12 @@ from starlette.requests import Request
 
 from jaxinfer.experts.errors import InvalidInputError, RoutingError
 from jaxinfer.experts.execution.kinds import (
-    Classification,
     Classifier,
-    Detection,
     Detector,
-    EmbeddingVector,
     ExpertKind,
-    Judgement,
     TextEncoder,
 )
-from jaxinfer.experts.results import Result, Stage
+from jaxinfer.experts.results import Classification, Detection, EmbeddingVector, Judgement, Result, Stage
 from jaxinfer.experts.system import System
 from jaxinfer.fields import NotNegative
 from jaxinfer.http.bodies import Body, decode

@@ -12,6 +12,15 @@ from jaxinfer.models.config.convolutional import STRIDES, ResNetConfig, YoloConf
 from jaxinfer.models.config.decoder import DecoderConfig
 from jaxinfer.models.config.delta_rule import DeltaRuleConfig
 from jaxinfer.models.config.encoder import DenseActivation, DenseConfig, EncoderConfig
+from jaxinfer.models.config.kinds import (
+    KINDS,
+    ConvolutionalConfig,
+    Kind,
+    ModelConfig,
+    TransformerConfig,
+    VisionConfig,
+    kind_of,
+)
 from jaxinfer.models.config.layers import BlockKind, LayerConfig
 from jaxinfer.models.config.mixer import Mixer
 from jaxinfer.models.config.mlp import (
@@ -41,14 +50,10 @@ from jaxinfer.models.config.preprocessing import (
 from jaxinfer.models.config.text import Pooling
 from jaxinfer.models.config.vit import ImagePooling, PositionGrid, ViTConfig
 
-TransformerConfig = DecoderConfig | EncoderConfig
-ConvolutionalConfig = ResNetConfig | YoloConfig
-VisionConfig = ConvolutionalConfig | ViTConfig
-ModelConfig = TransformerConfig | VisionConfig
-
 __all__ = [
     "IMAGENET_DEVIATION",
     "IMAGENET_MEAN",
+    "KINDS",
     "MAX_EXPERTS",
     "MAX_LAYERS",
     "NO_POSITIONS",
@@ -64,6 +69,7 @@ __all__ = [
     "EncoderConfig",
     "GroupScore",
     "ImagePooling",
+    "Kind",
     "LayerConfig",
     "LearnedPositions",
     "Mixer",
@@ -90,4 +96,5 @@ __all__ = [
     "VisionConfig",
     "YoloConfig",
     "alibi_slopes",
+    "kind_of",
 ]

@@ -11,18 +11,17 @@ import msgspec
 
 from jaxinfer.checkpoints import CheckpointError, read_file
 from jaxinfer.models.config import (
+    KINDS,
     AttentionConfig,
     ConvolutionalConfig,
-    DecoderConfig,
     DeltaRuleConfig,
     EncoderConfig,
+    Kind,
     Mixer,
     ModelConfig,
-    ResNetConfig,
     TransformerConfig,
     VisionConfig,
-    ViTConfig,
-    YoloConfig,
+    kind_of,
 )
 from jaxinfer.models.files.generation_config import SamplingDefaults
 from jaxinfer.models.files.older_configs import upgraded
@@ -34,15 +33,6 @@ TruncationSide = Literal["left", "right"]
 """The end of a text that is cut."""
 DTYPES = ("float32", "bfloat16", "float16")
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-Kind = Literal["decoder", "encoder", "classifier", "detector", "vision_transformer"]
-KINDS: dict[Kind, type[ModelConfig]] = {
-    "decoder": DecoderConfig,
-    "encoder": EncoderConfig,
-    "classifier": ResNetConfig,
-    "detector": YoloConfig,
-    "vision_transformer": ViTConfig,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,11 +161,6 @@ def _read_mixer(expected: type, fields: object) -> Mixer:
     assert expected is Mixer
     has_state = isinstance(fields, dict) and "key_heads" in fields
     return msgspec.convert(fields, DeltaRuleConfig if has_state else AttentionConfig)
-
-
-def kind_of(config: ModelConfig) -> Kind:
-    """The kind of model that a config describes."""
-    return next(kind for kind, known in KINDS.items() if isinstance(config, known))
 
 
 def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> TransformerConfig:
