@@ -151,6 +151,24 @@ def missing(device: Device, plan: Plan, memory: Memory) -> str:
     return ""
 
 
+def kept_room(runner: Runner, made: Prediction, workload: Workload) -> float:
+    """Compute the bytes of each node that the tier of known prompts may take: all that nothing else needs.
+
+    runner: the model on the plan's devices.
+    """
+    plan, device = made.plan, runner.device
+    size, used = (
+        (device.host_memory, made.memory.host) if plan.prefixes == "host" else (device.disk_bytes, made.memory.disk)
+    )
+    others = used - _running_prefixes(runner, workload)
+    return USABLE * size - others / math.ceil(plan.ways.size / device.node)
+
+
+def _running_prefixes(runner: Runner, workload: Workload) -> float:
+    """Compute the bytes of the running requests' known prompts in a tier, which it keeps at least."""
+    return workload.batch * workload.known * kept_bytes(runner)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Predictor:
     model: ModelShape
@@ -286,14 +304,14 @@ class _Predictor:
 
     def memory(self) -> Memory:
         """The bytes that the plan needs."""
-        runner, plan, work = self.resident, self.plan, self.workload
+        runner, plan = self.resident, self.plan
         cache = kv_bytes(runner, self.sequences * self._length, state_slots(self.sequences))
         of_all = dict.fromkeys(("device", "host", "disk"), 0.0)
         if plan.weights != "device":  # a copy in each node, or one over several
             copies = max(1, plan.ways.size // max(plan.ways.slices, self.device.node))
             of_all[plan.weights] += copies * self.model.params * self.form.weight_bytes
         of_all[plan.cache] += cache * plan.ways.size
-        of_all[plan.prefixes] += work.batch * work.known * kept_bytes(runner)  # at least those of running requests
+        of_all[plan.prefixes] += _running_prefixes(runner, self.workload)
         there = cache if plan.cache == "device" else self._layers_there * self._row_bytes
         return dataclasses.replace(self._beside_cache, cache=there, host=of_all["host"], disk=of_all["disk"])
 

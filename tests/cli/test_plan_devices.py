@@ -11,6 +11,7 @@ from jaxinfer.cli.plan.devices import dollars
 from jaxinfer.cli.plan.notes import offload_note
 from jaxinfer.sharding import MeshConfig, read_mesh
 from jaxinfer.sharding.planner import Catalogue, Runner, Ways, Workload, rank
+from jaxinfer.sharding.planner.plans import USABLE
 from jaxinfer.sharding.planner.search import FORMATS
 from jaxinfer.streaming.config import MemoryConfig
 
@@ -79,7 +80,7 @@ def test_tiers_are_rows_with_what_they_gain_and_options_of_the_file(tmp_path):
     assert re.search(r"host_kv: 2\.\d+ times the tokens/s of the best plan", text.replace("\n", " "))
     assert "weights on disk, host_kv" not in text  # nor other tiers of prompts where the weights need none
     memory, config = written(tmp_path / "known.toml", *known)
-    assert memory.keys() in ({"host_kv"}, {"disk_kv", "disk_kv_limit"})
+    assert memory == {"host_kv": int(USABLE * Catalogue.read().device("h200").host_memory)}  # all of it
 
 
 def test_a_price_changes_the_bill_and_none_is_made_up():

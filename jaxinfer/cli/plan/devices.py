@@ -267,10 +267,9 @@ def _running(made: "Prediction", workload: "Workload") -> int:
 def _memory_options(made: "Prediction", runner: "Runner", workload: "Workload") -> dict[str, str]:
     """Choose the options of the file's table `[memory]`; a tier of prompts gets what a node has left."""
     from jaxinfer.sharding.planner.memory import kept_bytes
-    from jaxinfer.sharding.planner.plans import USABLE
+    from jaxinfer.sharding.planner.plans import kept_room
 
-    plan, device, options = made.plan, runner.device, dict[str, str]()
-    nodes = -(-plan.ways.size // device.node)
+    plan, options = made.plan, dict[str, str]()
     if plan.weights != "device":
         options["weights"] = f'"{plan.weights}"'
         if plan.cache != "device":
@@ -279,9 +278,9 @@ def _memory_options(made: "Prediction", runner: "Runner", workload: "Workload") 
             )
             options["kv_offload"] = str(math.ceil(tokens * kept_bytes(runner)))
     if plan.prefixes == "host":
-        options["host_kv"] = str(int(USABLE * device.host_memory - made.memory.host / nodes))
+        options["host_kv"] = str(int(kept_room(runner, made, workload)))
     elif plan.prefixes == "disk":
-        options |= {"disk_kv": '"kv"', "disk_kv_limit": str(int(USABLE * device.disk_bytes - made.memory.disk / nodes))}
+        options |= {"disk_kv": '"kv"', "disk_kv_limit": str(int(kept_room(runner, made, workload)))}
     return options
 
 

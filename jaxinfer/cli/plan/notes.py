@@ -1,5 +1,6 @@
 """Notes below the tables of `jaxinfer plan`: on mixtures of experts, and on tiers that keep the KV cache."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -113,12 +114,9 @@ def _kept(there: "Prediction", runner: "Runner", workload: "Workload") -> str:
     """Say for how long a tier keeps what the requests of a plan bring."""
     from jaxinfer.cli.display import figure
     from jaxinfer.sharding.planner.memory import kept_bytes
-    from jaxinfer.sharding.planner.plans import USABLE
+    from jaxinfer.sharding.planner.plans import kept_room
 
-    plan, device = there.plan, runner.device
-    size, used = (
-        (device.host_memory, there.memory.host) if plan.prefixes == "host" else (device.disk_bytes, there.memory.disk)
-    )
-    room = USABLE * size * -(-plan.ways.size // device.node) - used
+    runner = dataclasses.replace(runner, ways=there.plan.ways)
+    room = kept_room(runner, there, workload) * -(-runner.ways.size // runner.device.node)
     new = there.tokens_per_s * (1 + (workload.prompt - workload.known) / workload.generate)
     return f" It keeps what comes in {figure(room / kept_bytes(runner) / new, 3)} s."
