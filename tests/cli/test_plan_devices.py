@@ -74,6 +74,7 @@ def test_tiers_are_rows_with_what_they_gain_and_options_of_the_file(tmp_path):
     each = 62 * 2 * 8192 * 2
     assert memory == {"weights": "host", "kv_offload": 256 * 1024 * each}
     assert config.kv_offload == 256 * 1024 * each
+    assert "first token in 40.0 s, then one each 39,964 ms, 6.41 tokens/s" in (tmp_path / "offload.toml").read_text()
     known = ("--model", "llama-3.1-8b", "--devices", "h200", "--batch", 64, "--prompt", 4096, "--hit-rate", 0.75)
     text = run(*known).stdout
     assert re.search(r"cohorts \d+, host_kv", text)

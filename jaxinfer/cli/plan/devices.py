@@ -212,7 +212,7 @@ def _table(
             f"{made.memory.device / 1e9:.1f}",
             figure(made.first.total, 3),
             figure(1e3 * made.each.total, 3),
-            figure(made.tokens_per_s, 3 if made.tokens_per_s < 1000 else 4),
+            figure(made.tokens_per_s, 3),
             *bill,
         )
     return rows
@@ -244,13 +244,15 @@ def dollars(made: "Prediction", price: float) -> float:
 
 def mesh_file(made: "Prediction", runner: "Runner", workload: "Workload") -> str:
     """Write the TOML file of a plan, for `--mesh`. runner: the model on its devices."""
+    from jaxinfer.cli.display import figure
+
     model, device, plan = runner.model, runner.device, made.plan
+    first, each, rate = (figure(x, 3) for x in (made.first.total, 1e3 * made.each.total, made.tokens_per_s))
     ways = [f"{name} = {count}" for name, count in dataclasses.asdict(plan.ways).items() if count > 1]
     lines = [
         f"# {model.name} on {plan.ways.size} {device.name}, for {workload.batch} requests of {workload.prompt} + "
         f"{workload.generate} tokens: --max-batch {_running(made, workload)}.",
-        f"# Predicted: first token in {made.first.total:.3g} s, then one each {1e3 * made.each.total:.3g} ms, "
-        f"{made.tokens_per_s:.4g} tokens/s ({schedule_text(made)}).",
+        f"# Predicted: first token in {first} s, then one each {each} ms, {rate} tokens/s ({schedule_text(made)}).",
         "[mesh]",
         *(ways or ["data = 1"]),
     ]

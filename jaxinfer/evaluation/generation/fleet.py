@@ -194,8 +194,8 @@ def ranked(target: PlannedModel, most: int, traffic: "Traffic", objective: Objec
     if not kept:
         first, each = (min(getattr(replica.made, name).total for replica in fitting) for name in ("first", "each"))
         raise NothingFitsError(
-            f"{where}: no mesh keeps the objective. The shortest TTFT is predicted as {1e3 * first:.3g} ms, the "
-            f"shortest TPOT as {1e3 * each:.3g} ms; name more devices, --quantize, or a longer time in --slo."
+            f"{where}: no mesh keeps the objective. The shortest TTFT is predicted as {1e3 * first:,.1f} ms, the "
+            f"shortest TPOT as {1e3 * each:,.1f} ms; name more devices, --quantize, or a longer time in --slo."
         )
     return sorted(kept, key=lambda each: each.device_seconds)
 
