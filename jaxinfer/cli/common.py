@@ -71,7 +71,7 @@ QuantizeOption = Annotated[
 ]
 SpeculationOption = Annotated[
     int,
-    typer.Option(help="Maximum tokens that the n-gram proposer suggests per pass; 0 turns speculation off."),
+    typer.Option(min=0, help="Maximum tokens that the n-gram proposer suggests per pass; 0 turns speculation off."),
 ]
 WeightsOption = Annotated[
     str | None,

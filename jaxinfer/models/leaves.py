@@ -72,16 +72,19 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
     }
 
 
-def state_leaves(config: ModelConfig, weights: WeightFormat, requests: int) -> dict[str, Leaf]:
-    """List the recurrent states of so many requests, as leaves; most models have none."""
+def state_leaves(config: ModelConfig, weights: WeightFormat, slots: int, *, window: int = 0) -> dict[str, Leaf]:
+    """List the recurrent states in so many slots, as leaves; most models have none.
+
+    window: as in `recurrent_shapes`.
+    """
     if not isinstance(config, DecoderConfig):
         return {}
     leaves = dict[str, Leaf]()
     for layer in config.state_layers:
-        shapes = recurrent_shapes(config.layer(layer).mixer, requests, weights.dtype)
-        for name, axes in _AXES.items():
-            x = getattr(shapes, name)
-            leaves[f"{name}.{layer}"] = Leaf(x.shape, x.dtype.name, axes)
+        shapes = recurrent_shapes(config.layer(layer).mixer, slots, weights.dtype, window=window)
+        described = jax.tree.map(lambda x, axes: Leaf(x.shape, x.dtype.name, axes), shapes, state_axes(shapes))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(described):
+            leaves[f"{layer}{jax.tree_util.keystr(path)}"] = leaf
     return leaves
 
 

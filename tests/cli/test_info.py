@@ -18,12 +18,14 @@ from jaxinfer.compiled import cpu_library
 from jaxinfer.compiled.cpu_library import LibraryState, library_state
 from jaxinfer.generation.api.build import engine_costs
 from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.memory import state_bytes
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import load_model, open_model
 from jaxinfer.serving.budget import HOST
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
-from tests.tiny import CONFIG, MOE_CONFIGS, save_tiny
+from tests.tiny import CONFIG, HYBRID, MOE_CONFIGS, save_tiny
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -146,6 +148,15 @@ def test_info_announces_what_generate_takes(tmp_path):
     assert rows["stored as"] == "bfloat16"
     assert held["weights"] == "49.6 kB"  # a CPU computes in float32
     assert rows.items() >= held.items()
+
+
+@pytest.mark.parametrize("speculative", [0, 3])
+def test_states_have_room_for_speculative_tokens(speculative, tmp_path):
+    path = save_tiny(tmp_path / "hybrid", config=HYBRID)
+    engine = EngineConfig(max_batch=4, context=64, num_speculative_tokens=speculative)
+    layout = DeviceLayout.from_model(open_model(path), engine, num_pages=1)
+    rows = _rows(path, "--max-batch", 4, "--num-speculative-tokens", speculative)
+    assert rows["recurrent states"] == decimal(state_bytes(layout))
 
 
 def test_encoders_have_no_cache(tmp_path):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, parse_mesh
+from jaxinfer.cli.common import DtypeOption, MeshOption, ModelArgument, QuantizeOption, SpeculationOption, parse_mesh
 from jaxinfer.progress import long_work
 
 
@@ -14,6 +14,7 @@ def info(
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of requests in a batch.")] = 8,
+    num_speculative_tokens: SpeculationOption = 0,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     target: Annotated[
@@ -61,7 +62,8 @@ def info(
         raise ValueError(f"--context {context} is more than the model's {longest}; lower it.")
 
     layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
-    memory = memory_of(known.description, weights, layout, rules, max_batch=max_batch, context=context)
+    sizes = {"max_batch": max_batch, "context": context, "window": num_speculative_tokens}
+    memory = memory_of(known.description, weights, layout, rules, **sizes)
     console = Console()
     console.print(table_of(str(model), known, layout, memory.stages))
     console.print(memory.table(model.resolve().name))

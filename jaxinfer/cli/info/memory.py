@@ -24,6 +24,7 @@ class DeviceMemory:
       weights: bytes of weights.
       cache: bytes of the KV cache.
       token: bytes of one token in it, on all devices; 0 without a cache.
+      states: bytes of recurrent states.
       what: the dtype or quantisation, and the batch, in words.
       stages: the stages of its pipeline; None: it has none.
     """
@@ -51,8 +52,11 @@ def memory_of(
     *,
     max_batch: int,
     context: int,
+    window: int,
 ) -> DeviceMemory:
     """Compute the memory of a model with a batch of this many tokens per request in each lane of a mesh.
+
+    window: speculative tokens of a pass, which recurrent states have room for.
 
     Raises ValueError if the model cannot be divided over the mesh.
     """
@@ -65,7 +69,7 @@ def memory_of(
     cached = cache_leaves(fitted, weights, layout.data * max_batch, context)
     cache = bytes_per_device(cached, mesh, rules)
     rows = max_batch * (1 + SNAPSHOTS_PER_SEQUENCE) + 1
-    states = bytes_per_device(state_leaves(fitted, weights, layout.data * rows), mesh, rules)
+    states = bytes_per_device(state_leaves(fitted, weights, layout.data * rows, window=window), mesh, rules)
     batch = f", batch {max_batch} of {context} tokens" if cache else ""
     token = cache * (layout.size // layout.data) / (max_batch * context) if cache else 0
     what = f"{weights.quantized or weights.dtype}{batch}"
