@@ -128,15 +128,38 @@ class GgufFile:
         return gguf.dequantize(rows, tensor.type).reshape(tensor.shape)
 
 
-class _Part:
-    """One file: its metadata, and where its tensors are."""
+def has_header(path: pathlib.Path, size: int, tensor: str) -> bool:
+    """Tell whether the beginning of a file is enough to open it, and to read one tensor if it is there.
 
-    def __init__(self, path: pathlib.Path):
+    A damaged header counts as enough: whoever opens the file says what is wrong.
+
+    Args:
+      path: the beginning.
+      size: bytes of the whole file.
+      tensor: the name of the tensor.
+    """
+    try:
+        needed = _Part(path, size).tensors.get(tensor)
+    except _ShortError:
+        return False
+    except CheckpointError:
+        return True
+    return needed is None or needed.offset + needed.bytes <= path.stat().st_size
+
+
+class _ShortError(CheckpointError):
+    """The header goes on after the beginning of a file."""
+
+
+class _Part:
+    """One file: its metadata, and where its tensors are. size: bytes of the whole file, if less of it is there."""
+
+    def __init__(self, path: pathlib.Path, size: int | None = None):
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         with path.open("rb") as file:
-            header = _Header(path, file)
+            header = _Header(path, file, size)
             tensors, entries = header.begin()
             for _ in range(entries):
                 key = header.name()
@@ -187,9 +210,9 @@ def _called(number: int, count: int) -> str:
 class _Header:
     """The beginning of a file, read value after value."""
 
-    def __init__(self, path: pathlib.Path, file: BinaryIO):
+    def __init__(self, path: pathlib.Path, file: BinaryIO, size: int | None):
         self._path, self._file = path, file
-        self.size = path.stat().st_size
+        self.size = path.stat().st_size if size is None else size
 
     def begin(self) -> tuple[int, int]:
         """Read how many tensors and how many entries of metadata there are."""
@@ -248,4 +271,6 @@ class _Header:
     def _take(self, count: int) -> bytes:
         if count > self.size - self._file.tell():
             raise self.corrupt(f"its header exceeds its {self.size} bytes")
-        return self._file.read(count)
+        if len(content := self._file.read(count)) < count:
+            raise _ShortError(f"{self._path}: its header goes on; fetch more of it.")
+        return content

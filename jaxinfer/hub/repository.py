@@ -7,13 +7,16 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.gguf_file import has_header
 from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
 from jaxinfer.futures import DaemonThreads
 from jaxinfer.hub.errors import HubError, UnreachableError
@@ -21,9 +24,12 @@ from jaxinfer.hub.gguf import choose
 from jaxinfer.hub.names import HubName
 from jaxinfer.models.files.conversion import beside_weights, check_description, dense_weights, source_text
 from jaxinfer.models.files.description import CONFIG
+from jaxinfer.models.files.gguf_config import ROPE_FACTORS
 from jaxinfer.models.files.preview import Preview, described_by, preview
 from jaxinfer.progress import LongWork, long_work
 
+HEADER_BYTES = 4 << 20
+"""Bytes of a GGUF file after which its header is looked for, then twice as many. A large vocabulary takes 16 MB."""
 ANSWER_SECONDS = 10.0
 """How long the hub may take to say what a repository has. A network that drops all packets never says anything."""
 
@@ -121,16 +127,11 @@ class Commit:
     def preview(self) -> Preview:
         """Return what the repository holds, by `config.json` and the small files that say more of the model.
 
-        Raises HubError for a repository without `config.json`, and for a GGUF file that is not fetched yet.
+        Fetches these, or the header of a GGUF file, if they are not here. Raises HubError for a repository without.
         """
         folder = self._folder
         if (parts := self._gguf()) is not None:
-            if not all((folder / part).is_file() for part in parts):
-                raise HubError(
-                    f"{self.name}: a GGUF file itself says what it is, and it is not on this machine yet; fetch and "
-                    f"convert it with `jaxinfer convert {self.name}`."
-                )
-            return dataclasses.replace(preview(folder / parts[0]), source=source_text(self.source))
+            return self._preview_gguf(parts)
         if self.sizes is None:
             if self.error and not (folder / CONFIG).is_file():
                 raise self.error
@@ -145,6 +146,18 @@ class Commit:
         with long_work(f"fetching {CONFIG} of {self.name}", in_bytes=True) as work:
             self._get(described_by(self.sizes), work)
         return self._preview(folder, refused)
+
+    def _preview_gguf(self, parts: Sequence[str]) -> Preview:
+        folder, source = self._folder, source_text(self.source)
+        if self.sizes is None or all((folder / part).is_file() for part in parts):
+            return dataclasses.replace(preview(folder / parts[0]), source=source)
+        with tempfile.TemporaryDirectory() as headers, long_work(f"fetching the header of {self.name}"):
+            files = [Path(headers, Path(part).name) for part in parts]
+            for part, file in zip(parts, files, strict=True):
+                _download_header(self.name, part, self.hash, file, self.sizes[part])
+            seen = preview(files[0])
+        refused = tuple(reason.replace(headers, str(self)) for reason in seen.refused)
+        return dataclasses.replace(seen, refused=refused, source=source)
 
     def _preview(self, folder: Path, refused: Sequence[str] = ()) -> Preview:
         seen, source = preview(folder, weights=False), source_text(self.source)
@@ -276,6 +289,29 @@ def _download(name: HubName, file: str, revision: str, bar: type | None = None) 
             )
     finally:
         hub_logging.set_verbosity(said)
+
+
+def _download_header(name: HubName, file: str, revision: str, out: Path, size: int) -> None:
+    """Download the beginning of a GGUF file, with its header. The rest of its `size` bytes is a hole in `out`."""
+    import huggingface_hub
+    from huggingface_hub import constants, utils
+
+    url = huggingface_hub.hf_hub_url(name.repository, file, revision=revision)
+    headers = utils.build_hf_headers(library_name="jaxinfer") | {"Accept-Encoding": "identity"}
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    stream = utils.get_session().stream("GET", url, headers=headers, timeout=timeout)
+    with _explained(name, file), stream as response:
+        utils.hf_raise_for_status(response)
+        with out.open("wb") as content:
+            due = HEADER_BYTES
+            for chunk in response.iter_bytes(HEADER_BYTES):
+                content.write(chunk)
+                if content.tell() >= due:
+                    content.flush()
+                    if has_header(out, size, ROPE_FACTORS):
+                        break
+                    due *= 2
+    os.truncate(out, size)
 
 
 def _bar_of(work: LongWork | None) -> type:

@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         with contextlib.suppress(ConnectionError):
-            if file.endswith(".safetensors") and self.hub.cut:
+            if file.endswith((".safetensors", ".gguf")) and self.hub.cut:
                 self.wfile.write(content[first : first + self.hub.cut.pop(0)])
                 self.close_connection = True
                 return

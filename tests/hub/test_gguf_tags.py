@@ -1,13 +1,15 @@
 """GGUF files of a hub by their tags: which one is chosen, what is fetched, and what is refused, with a list."""
 
+import dataclasses
 import json
 
 import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
-from jaxinfer.hub import HubError, HubName, look_at, resolve
+from jaxinfer.hub import HubError, HubName, look_at, repository, resolve
 from jaxinfer.hub.gguf import choose
+from jaxinfer.models.files.preview import preview
 from jaxinfer.models.files.verification import compare_tensors
 from tests.gguf_files import extract, split
 from tests.hub.server import COMMIT, files_of
@@ -99,8 +101,6 @@ def test_a_tagged_file_is_fetched_and_converted_once(hub, tagged, tmp_path):
 def test_all_parts_of_a_split_file_are_fetched(hub, tagged):
     with pytest.raises(HubError, match=r"org/tiny: it has 2 models as GGUF files; there are :BF16, :Q8_0\. Name one"):
         resolve("org/tiny")
-    with pytest.raises(HubError, match="org/tiny:Q8_0: a GGUF file itself says what it is, and it is not on this"):
-        look_at("org/tiny:Q8_0")
     assert hub.fetched == []
     done = CliRunner().invoke(app, ["convert", "org/tiny:Q8_0", "out"])
     assert done.stdout == f"out: llama decoder, float16, from org/tiny@{COMMIT}:Q8_0\n"
@@ -108,3 +108,26 @@ def test_all_parts_of_a_split_file_are_fetched(hub, tagged):
     assert look_at("org/tiny:Q8_0").source == f"org/tiny@{COMMIT}:Q8_0"
     hub.down = True
     assert look_at(f"org/tiny@{COMMIT}:Q8_0").description  # as it was fetched
+
+
+def test_a_look_fetches_the_header_alone(hub, tagged, monkeypatch):
+    monkeypatch.setattr(repository, "HEADER_BYTES", 1024)
+    hub.cut = [8192]  # the header goes on
+    with pytest.raises(HubError, match=r"org/tiny:BF16: llama\.BF16\.gguf: http://.* does not answer"):
+        look_at("org/tiny:BF16")
+    hub.cut = [16384]  # no more of the file is sent
+    seen = look_at("org/tiny:BF16")
+    assert hub.cut == []
+    assert seen == dataclasses.replace(preview(tagged), source=f"org/tiny@{COMMIT}:BF16")
+
+
+def test_a_look_at_a_split_file_fetches_all_headers(hub, tagged):
+    seen = look_at("org/tiny:Q8_0")
+    assert hub.fetched == [f"Q8_0/tiny-Q8_0-{number:05}-of-00002.gguf" for number in (1, 2)]
+    assert (seen.description.dtype, seen.refused) == ("float16", ())
+
+
+def test_a_look_at_a_file_that_is_not_supported_says_why(hub, tagged):
+    hub.repositories["org/tiny"] = {"other-F16.gguf": b"GGUF" + b"x" * 100}
+    (reason,) = look_at("org/tiny:F16").refused
+    assert reason.startswith("org/tiny@0123456789ab:F16/other-F16.gguf: version 2021161080 of GGUF")
