@@ -63,6 +63,24 @@ def test_generates_the_tokens_of_llama_cpp(files, name, tmp_path):
     assert not compare_tensors(tmp_path / "model", files / name).beyond
 
 
+def test_gates_and_ups_of_experts_may_be_in_one_tensor(files, tmp_path):
+    """As newer versions of llama.cpp's converter write them; llama.cpp generates the same tokens from such a file."""
+    apart = files / "qwen35moe.F32.gguf"
+    stored, merged = {tensor.name: tensor.data for tensor in gguf.GGUFReader(apart).tensors}, {}
+    for layer in range(2):
+        gate, up = (f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up"))
+        merged |= {f"blk.{layer}.ffn_gate_up_exps.weight": np.concatenate((stored[gate], stored[up]), axis=1)}
+        merged |= {gate: None, up: None}
+    model, expected = HuggingFaceModel(rewrite(tmp_path / "merged.gguf", apart, merged)), HuggingFaceModel(apart)
+    assert model.describe() == expected.describe()
+    assert model.leaf_names == expected.leaf_names
+    for name in model.leaf_names:
+        np.testing.assert_array_equal(model.read(name), expected.read(name), strict=True)
+    few = rewrite(tmp_path / "few.gguf", apart, {up: stored[up][:3]})
+    with pytest.raises(CheckpointError, match=r"_gate_exps.weight \[4, 32, 16\] and blk.* \[3, 32, 16\] do not fit"):
+        HuggingFaceModel(few)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_metadata_and_values_are_those_of_the_gguf_package(files, name):
     file, reader = GgufFile(files / name), gguf.GGUFReader(files / name)

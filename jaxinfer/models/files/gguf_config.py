@@ -38,12 +38,15 @@ _EXAONE_LAYER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+EXPERTS_GATE_UP = "mlp.experts.gate_up_proj"
+"""The gates and ups of all experts of a layer, [E, 2F, D], those of each with the gates first."""
 _EXPERTS_LAYER = {
     **_LAYER,
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_exps.weight": EXPERTS_GATE_UP,
+    "ffn_up_exps.weight": EXPERTS_GATE_UP,
+    "ffn_gate_up_exps.weight": EXPERTS_GATE_UP,  # as newer versions of the converter write both, the gates first
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -100,10 +103,7 @@ class GgufArchitecture:
     keys: tuple[str, ...] = ()
 
     def tensor_name(self, name: str) -> str:
-        """The name in Hugging Face's checkpoints of a tensor in GGUF, with {} for the number of an expert.
-
-        Raises ValueError for an unknown one.
-        """
+        """The name in Hugging Face's checkpoints of a tensor in GGUF. Raises ValueError for an unknown one."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias|)", name)
         layer, part, kind = (None, "", "") if match is None else match.groups()
         table = _TOP if layer is None else self.layer

@@ -5,7 +5,6 @@ Undoes what llama.cpp's converter does to tensors, so that the families map them
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxinfer.checkpoints.huggingface import TensorInfo
 from jaxinfer.models.families import Shape
 from jaxinfer.models.files import gguf_tokenizer
 from jaxinfer.models.files.gguf_config import (
+    EXPERTS_GATE_UP,
     ROPE_FACTORS,
     architecture_of,
     config_fields,
@@ -53,23 +53,27 @@ class GgufModel:
             names = defaultdict[str, tuple[str, ...]](tuple)
             for name in sorted(name for name in shapes if is_needed(file.metadata, name)):
                 names[architecture.tensor_name(name)] += (name,)
-            self._names = _of_experts(names, shapes)
+            self._names = names
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
         self._architecture = architecture
         self._delta_rules = DeltaRuleTensors.from_fields(self.fields) if architecture.has_delta_rules else None
-        self.tensors = {theirs: self._describe(theirs, *stored) for theirs, stored in self._names.items()}
+        self.tensors = {theirs: self._describe(theirs, stored) for theirs, stored in names.items()}
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
-        stored, expert = self._names[name]
-        tensor, *joined = (self._file.read(each, expert) for each in stored)
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Read one tensor, or one index of its first dimension, as Hugging Face's checkpoint has it.
+
+        Floats come as they are stored, others as float32.
+        """
+        tensor, *joined = (self._file.read(each, index) for each in self._names[name])
         architecture, rules = self._architecture, self._delta_rules
+        if ".experts." in name:
+            return np.concatenate((tensor, *joined), axis=-2)
         if rules and joined:
             return rules.by_key_head(tensor, *joined)
         if rules and ".linear_attn." in name:
@@ -82,37 +86,21 @@ class GgufModel:
             return _pairs_apart(tensor, self.fields["num_key_value_heads"])
         return tensor.reshape(self.tensors[name].shape)
 
-    def _describe(self, theirs: str, stored: tuple[str, ...], expert: int | None) -> TensorInfo:
+    def _describe(self, theirs: str, stored: tuple[str, ...]) -> TensorInfo:
         """Describe a tensor of Hugging Face's checkpoints that is made of stored ones, whose rows are joined."""
         tensors = [self._file.tensors[name] for name in stored]
-        shape = _shape(theirs, tensors[0].shape, expert)
+        shape = _shape(theirs, tensors[0].shape)
         if len(tensors) > 1:
-            shape = (sum(tensor.shape[0] for tensor in tensors), *shape[1:])
+            shapes = [tensor.shape if EXPERTS_GATE_UP in theirs else tensor.shape[1:] for tensor in tensors]
+            if len(shape) < 2 or len(set(shapes)) > 1:
+                both = " and ".join(f"{name} {list(self._file.tensors[name].shape)}" for name in stored)
+                raise CheckpointError(f"{self._file.path}: {both} do not fit together; fetch the file again.")
+            shape = (*shape[:-2], sum(tensor.shape[-2] for tensor in tensors), shape[-1])
         return TensorInfo(tensors[0].file, stored[0], shape, _stored_dtype(tensors[0].type.name))
 
 
-_Stored = tuple[tuple[str, ...], int | None]
-"""The tensors of a file that one of Hugging Face's is made of, and which expert's matrix of them; None: the whole."""
-
-
-def _of_experts(names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Shape]) -> dict[str, _Stored]:
-    """List what each tensor in Hugging Face's checkpoints is made of; of experts there is one for each."""
-    tensors: dict[str, _Stored] = {}
-    for theirs, stored in names.items():
-        if "{}" not in theirs:
-            tensors[theirs] = stored, None
-            continue
-        shape = shapes[stored[0]]
-        if len(shape) != 3:
-            raise ValueError(f"{stored[0]} is {list(shape)}, not a matrix for each expert; fetch the file again.")
-        tensors |= {theirs.format(expert): (stored, expert) for expert in range(shape[0])}
-    return tensors
-
-
-def _shape(theirs: str, stored: Shape, expert: int | None) -> Shape:
+def _shape(theirs: str, stored: Shape) -> Shape:
     """The shape of a tensor in Hugging Face's checkpoints; llama.cpp may leave out that a dimension is 1."""
-    if expert is not None:
-        return stored[1:]
     if theirs.endswith("shared_expert_gate.weight") and len(stored) == 1:
         return (1, *stored)
     return (stored[0], 1, *stored[1:]) if theirs.endswith("conv1d.weight") and len(stored) == 2 else stored
