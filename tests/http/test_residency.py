@@ -150,7 +150,7 @@ def test_what_costs_least_is_taken(make, expected, monkeypatch):
     async def main():
         for name in "acccccccc":
             assert await server.ask(name) == (200, texts[name])
-        server.a.llm._loaded.sleeper.weights.bytes_per_second = 1e15
+        server.a.llm._loaded.lender.weights.bytes_per_second = 1e15
         monkeypatch.setattr(server.c.llm.engine, "cache_seconds", lambda **options: 1.0)
         states = await server.states()
         assert await server.ask("b") == (200, texts["b"])
@@ -176,7 +176,7 @@ def test_a_model_that_is_closed_meanwhile_does_not_harm_the_one_that_wakes_up(ma
     async def main():
         for name in "acccccccc":
             assert await server.ask(name) == (200, texts[name])
-        server.a.llm._loaded.sleeper.weights.bytes_per_second = 1e15
+        server.a.llm._loaded.lender.weights.bytes_per_second = 1e15
         monkeypatch.setattr(server.c.llm.engine, "cache_seconds", lambda **options: 1.0)
         monkeypatch.setattr(server.c.llm, "wake_up", wake_up)
         assert await server.ask("b") == (200, texts["b"])
@@ -364,7 +364,7 @@ def test_weights_that_cannot_be_read_fail_those_who_wait(make, expected, monkeyp
             raise OSError("unreadable")
 
         with monkeypatch.context() as patch:
-            patch.setattr(server.b.llm._loaded.sleeper.weights, "load", fails)
+            patch.setattr(server.b.llm._loaded.lender.weights, "load", fails)
             failed = await asyncio.gather(*(server.ask("b") for _ in range(3)))
         other, states = await server.ask("a"), [await server.states()]
         await asyncio.sleep(0.3)

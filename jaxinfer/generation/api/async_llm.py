@@ -16,7 +16,7 @@ from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.api.preparation import Kind, Preparation
-from jaxinfer.generation.api.sleep import SleepingHolder
+from jaxinfer.generation.api.sleeping_holder import SleepingHolder
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.request import Sequence as TokenSequence

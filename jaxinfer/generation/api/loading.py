@@ -19,7 +19,7 @@ from jaxinfer.generation.api.build import (
     place_model,
     split_options,
 )
-from jaxinfer.generation.api.sleeper import Sleeper
+from jaxinfer.generation.api.lender import EngineLender
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.images import ImageEngine
@@ -59,7 +59,7 @@ class LoadedEngine:
       tokenizer: the tokenizer of the model directory, if it has one.
       reservation: the memory of the devices and the host that all parts hold.
       plan: what was decided before the engine was built; None for a model of images.
-      sleeper: gives its memory back while it sleeps; None: it cannot sleep.
+      lender: gives its memory back while it sleeps; None: it cannot sleep.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -69,7 +69,7 @@ class LoadedEngine:
     reservation: Reservation
     plan: Plan | None = None
     memory: MemoryPlan | None = None
-    sleeper: Sleeper | None = None
+    lender: EngineLender | None = None
 
     @property
     def placement(self) -> Placement | None:
@@ -161,7 +161,7 @@ def load_decoder(
         reservation=reservation,
         plan=plan,
         memory=memory,
-        sleeper=_sleeper(opened, engine, model, memory_config, plan, reservation, sizes, memory, asleep=asleep),
+        lender=_lender(opened, engine, model, memory_config, plan, reservation, sizes, memory, asleep=asleep),
     )
 
 
@@ -212,7 +212,7 @@ def load_encoder(
         tokenizer=tokenizer,
         reservation=reservation,
         plan=plan,
-        sleeper=_sleeper(opened, engine, model, memory_config, plan, reservation, sizes, None, asleep=asleep),
+        lender=_lender(opened, engine, model, memory_config, plan, reservation, sizes, None, asleep=asleep),
     )
 
 
@@ -266,7 +266,7 @@ def _names(load: Callable[..., LoadedEngine]) -> set[str]:
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner", "asleep"}
 
 
-def _sleeper(
+def _lender(
     opened: OpenedModel,
     engine: Engine,
     model: LoadedModel,
@@ -277,11 +277,11 @@ def _sleeper(
     memory: MemoryPlan | None,
     *,
     asleep: bool,
-) -> Sleeper | None:
+) -> EngineLender | None:
     """Return how an engine sleeps; None: its weights are streamed, and it cannot."""
     if plan.placement is not None:
         return None
-    return Sleeper(
+    return EngineLender(
         engine=engine,
         model=model,
         weights=WholeWeights(opened, config.layer_files, None if asleep else list(model.leaves.values())),

@@ -142,7 +142,7 @@ def test_a_model_takes_what_it_needs_of_one_that_sleeps(model_dir, twin_dir, exp
         one.sleep(level=0)
         assert bytes_of(one) == awake
         arrays = jax.tree.leaves(one.engine.executor.state.arrays)
-        weights = one._loaded.sleeper.weights
+        weights = one._loaded.lender.weights
         buffer = weights._parts[-1].leaves[0].unsafe_buffer_pointer()
         in_all = weights.device_bytes
         with room_for(monkeypatch, in_all - in_all // 4):
@@ -366,7 +366,7 @@ def test_a_load_that_fails_leaves_it_asleep(llm, expected, monkeypatch):
     def fails():
         raise CheckpointError("gone")
 
-    weights = llm._loaded.sleeper.weights
+    weights = llm._loaded.lender.weights
     monkeypatch.setattr(weights, "load", fails)
     with pytest.raises(CheckpointError, match="gone"):
         llm.wake_up()

@@ -11,7 +11,7 @@ from msgspec import Meta
 from jaxinfer.fields import check
 from jaxinfer.futures import INTERVAL
 from jaxinfer.generation.api.holder import EngineHolder
-from jaxinfer.generation.api.sleeper import Sleeper
+from jaxinfer.generation.api.lender import EngineLender
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.serving.budget import Budget, by_budget
 from jaxinfer.serving.errors import ServingError
@@ -27,8 +27,8 @@ class SleepingHolder(EngineHolder):
     def _begin(self, decider: RequestDecider, *, asleep: bool) -> None:
         """Take the decider of the engine, which sleeps at first if it was loaded so."""
         self._decider = decider
-        sleeper = self._loaded.sleeper
-        self._sleep_lock = threading.RLock() if sleeper is None else sleeper.lock
+        lender = self._loaded.lender
+        self._sleep_lock = threading.RLock() if lender is None else lender.lock
         self._sleep_level = 2 if asleep else None
         if asleep:
             decider.pause()
@@ -46,7 +46,7 @@ class SleepingHolder(EngineHolder):
     @property
     def can_sleep(self) -> bool:
         """Whether `sleep` is implemented: its weights are not streamed."""
-        return self._loaded.sleeper is not None
+        return self._loaded.lender is not None
 
     def sleep(
         self,
@@ -78,7 +78,7 @@ class SleepingHolder(EngineHolder):
                 self._decider.resume()
                 return False
             if self._sleep_level is None or level > self._sleep_level:
-                self._sleeper.sleep(level)
+                self._lender.sleep(level)
                 self._sleep_level = level
         return True
 
@@ -106,7 +106,7 @@ class SleepingHolder(EngineHolder):
         """
         with self._sleep_lock:
             if self.is_sleeping:
-                self._sleeper.wake_up()
+                self._lender.wake_up()
                 self._sleep_level = None
                 self._decider.resume()
 
@@ -131,17 +131,17 @@ class SleepingHolder(EngineHolder):
     @property
     def needed(self) -> Counter[Budget]:
         """The bytes that it has while it is awake, by budget."""
-        return by_budget(self._sleeper.sizes)
+        return by_budget(self._lender.sizes)
 
     @property
     def lacking(self) -> Counter[Budget]:
         """The bytes that `wake_up` would lack, beyond what is free and what others would lend, by budget."""
-        return self._loaded.reservation.lacking(self._sleeper.sizes)
+        return self._loaded.reservation.lacking(self._lender.sizes)
 
     @property
     def has_all_memory(self) -> bool:
         """Whether nobody has taken anything since it sleeps."""
-        return self._sleeper.has_all
+        return self._lender.has_all
 
     def lend(self, *, next_use: Callable[[], float], pinned: bool = False) -> None:
         """Set how its memory is lent while it sleeps.
@@ -150,11 +150,11 @@ class SleepingHolder(EngineHolder):
           next_use: returns the seconds until it is expected to wake up; infinity: nobody knows.
           pinned: whether it lends nothing.
         """
-        if (sleeper := self._loaded.sleeper) is not None:
-            sleeper.next_use, sleeper.pinned = next_use, pinned
+        if (lender := self._loaded.lender) is not None:
+            lender.next_use, lender.pinned = next_use, pinned
 
     @property
-    def _sleeper(self) -> Sleeper:
-        sleeper = self._loaded.sleeper
-        assert sleeper is not None, "it can sleep"
-        return sleeper
+    def _lender(self) -> EngineLender:
+        lender = self._loaded.lender
+        assert lender is not None, "it can sleep"
+        return lender

@@ -31,8 +31,8 @@ from jaxinfer.serving.budget import (
 from jaxinfer.serving.errors import ClosedError
 
 
-class Sleeper:
-    """The memory of an engine that may sleep.
+class EngineLender:
+    """Frees the memory of an engine that sleeps, lends it, and takes it back.
 
     While it sleeps, others who ask the ledger take what they need of it: the KV cache with all that belongs to it, and
     weights, part by part. The cache costs what its tokens are worth (`Engine.cache_seconds`). Nothing is lent while the
