@@ -67,7 +67,7 @@ class Switching:
 
 def files_of(model: ServedModel) -> list[Path]:
     """The files that a model's weights come from."""
-    return sorted(layer_folder(model.llm.model, whole=True, parts=PARTS).glob("layer-*.bin"))
+    return sorted(layer_folder(model.llm.model, parts=PARTS).glob("layer-*.bin"))
 
 
 def read_seconds(files: list[Path]) -> float:

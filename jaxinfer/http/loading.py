@@ -86,7 +86,7 @@ def _check_files(config: ServerConfig, models: ServedModels) -> None:
                 f"{where}: its weights take {decimal(size)} of each device, and device_memory is "
                 f"{decimal(config.device_memory)}: raise it, use quantize='int4', or remove the model."
             )
-        other = known.setdefault(layer_folder(opened, whole=True).name, model.name)
+        other = known.setdefault(layer_folder(opened, parts=1).name, model.name)
         if other != model.name:
             if config.models[other].options != given.options:
                 raise ValueError(

@@ -39,8 +39,7 @@ def open_layer_files(
     opened: OpenedModel,
     base: pathlib.Path | None = None,
     *,
-    whole: bool = False,
-    parts: int = 1,
+    parts: int | None = None,
     cached: bool = False,
     preadv: Callable[[int, list[Any], int], int] = os.preadv,
 ) -> LayerFiles:
@@ -51,20 +50,19 @@ def open_layer_files(
     Args:
       base: the folder that holds the folder with them; None: the model directory if they are there, else the user's
         cache folder.
-      whole: whether one file has all leaves, in place of a file for each layer. It may be removed: models that run in
-        hundreds would have as many folders open.
-      parts: with `whole`, the files that `divide_leaves` divides the leaves over.
+      parts: how many files `divide_leaves` divides all leaves over. They may be removed: models that run in hundreds
+        would have as many folders open. None: a file has a layer, and those of no layer are left out.
       cached: see `LayerFiles`.
       preadv: see `LayerFiles`.
 
     Raises CheckpointError for files that are damaged, do not fit the model, or cannot be written.
     """
-    while (held := _hold(folder := write_layer_files(opened, base, whole=whole, parts=parts))) is None:
+    while (held := _hold(folder := write_layer_files(opened, base, parts=parts))) is None:
         pass  # it was removed meanwhile
     with held:
         files = LayerFiles(folder, preadv, cached=cached)
-        files.check(_parts(opened, whole, parts))
-        if not whole:
+        files.check(_parts(opened, parts))
+        if parts is None:
             weakref.finalize(files, held.pop_all().close)
     return files
 
@@ -73,12 +71,11 @@ def write_layer_files(
     opened: OpenedModel,
     base: pathlib.Path | None = None,
     *,
-    whole: bool = False,
-    parts: int = 1,
+    parts: int | None = None,
 ) -> pathlib.Path:
     """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
-    folder, content = layer_folder(opened, base, whole=whole, parts=parts), _parts(opened, whole, parts)
-    experts = [] if whole else experts_of(opened.config)
+    folder, content = layer_folder(opened, base, parts=parts), _parts(opened, parts)
+    experts = experts_of(opened.config) if parts is None else []
     total_bytes = sum(shape.size * shape.dtype.itemsize for part in content for shape in part.values())
     if folder.parent == _cached():
         _open_cache(folder, total_bytes)
@@ -94,12 +91,10 @@ def write_layer_files(
     return folder
 
 
-def layer_folder(
-    opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False, parts: int = 1
-) -> pathlib.Path:
+def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, parts: int | None = None) -> pathlib.Path:
     """The folder of a model's files in this format and division: another format has another folder.
 
-    base, whole, parts: as of `open_layer_files`.
+    base, parts: as of `open_layer_files`.
     """
     key: dict[str, Any] = {
         "revision": [FORMAT, REVISION],
@@ -108,9 +103,9 @@ def layer_folder(
         "config": str(opened.config),
         "mesh": None if opened.mesh is None else dict(opened.mesh.shape),
         "rules": str(opened.rules) if opened.mesh is not None else None,
-        "whole": whole,
+        "whole": parts is not None,
     }
-    if parts > 1:
+    if parts is not None and parts > 1:
         key["parts"] = parts
     name = f"layers-{keys.digest(key)[:16]}"
     beside = (base or opened.folder).resolve() / name
@@ -193,9 +188,9 @@ def divide_leaves(opened: OpenedModel, parts: int) -> list[list[str]]:
     return groups
 
 
-def _parts(opened: OpenedModel, whole: bool, parts: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
+def _parts(opened: OpenedModel, parts: int | None) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """The leaves of each file."""
-    if not whole:
+    if parts is None:
         layers = [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
         return layers + [layer_leaves(opened, layer, expert) for layer, expert in experts_of(opened.config)]
     shapes = {

@@ -71,7 +71,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_each_format_has_a_folder_of_its_own(model, monkeypatch, cache):
     found = {layer_folder(open_model(model, **options)) for options in FORMATS.values()}
-    found.add(layer_folder(open_model(model), whole=True))
+    found.add(layer_folder(open_model(model), parts=1))
     monkeypatch.setattr(layer_folders, "REVISION", layer_folders.REVISION + 1)
     found.add(layer_folder(open_model(model)))
     assert len(found) == len(FORMATS) + 2
@@ -80,7 +80,7 @@ def test_each_format_has_a_folder_of_its_own(model, monkeypatch, cache):
 
 def test_files_of_another_model_are_refused(model, cache):
     opened = open_model(model)
-    other = write_layer_files(opened, whole=True)
+    other = write_layer_files(opened, parts=1)
     shutil.copytree(other, folder := layer_folder(opened))
     with pytest.raises(CheckpointError, match=rf"{folder.name}: has 1 layers, and the model has 2; remove .*;"):
         open_layer_files(opened)

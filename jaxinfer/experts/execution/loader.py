@@ -54,12 +54,12 @@ class OpenedExpert:
 
 def write_expert(opened: OpenedModel) -> pathlib.Path:
     """Write the file of an expert, unless it exists; return its folder. Raises CheckpointError."""
-    return write_layer_files(opened, _base(opened), whole=True)
+    return write_layer_files(opened, _base(opened), parts=1)
 
 
 def _base(opened: OpenedModel) -> pathlib.Path:
     """The folder of an expert's file: the checkpoint's, or the cache folder where that is read-only."""
-    folder = layer_folder(opened, opened.folder, whole=True)
+    folder = layer_folder(opened, opened.folder, parts=1)
     if folder.exists() or os.access(folder.parent, os.W_OK):
         return folder.parent
     return cache_folder() / "experts"
@@ -226,7 +226,7 @@ class ExpertLoader:
         if (store := self._stores.get((name, place))) is not None:
             return store
         opened = self._find(name).opened
-        files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
+        files = open_layer_files(opened, _base(opened), parts=1, preadv=self._preadv)
         shardings = [place.sharding(leaf) for leaf in opened.shapes.values()]
         store = DiskStore(files, {0: shardings}, aliases=place.platform == "cpu", staging=self._staging)
         self._stores[name, place] = store

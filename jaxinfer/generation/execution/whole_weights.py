@@ -177,7 +177,7 @@ class WholeWeights:
         """The files of all parts: a store for each, whose buffers are as large as the part."""
         if not self._stores:
             opened = self._opened
-            files = open_layer_files(opened, self._folder, whole=True, parts=PARTS, cached=True)
+            files = open_layer_files(opened, self._folder, parts=PARTS, cached=True)
             for index, part in enumerate(self._parts):
                 shardings = [opened.sharding(opened.shapes[name]) for name in part.names]
                 aliases = opened.platform == "cpu"
