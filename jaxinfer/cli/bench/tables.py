@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from textwrap import fill
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxinfer.cli.bench.results import METRICS, STATISTICS, Distribution, LatencyResult, Throughput, WarmUp
-from jaxinfer.cli.display import figure, show, table
+from jaxinfer.cli.display import figure, say, show, table
 
 HEADING = 12
 """Columns into which the names of metrics are broken."""
@@ -16,10 +15,9 @@ HEADING = 12
 def print_tables(tables: Sequence[Table], warm_up: WarmUp) -> None:
     """Print the tables and a line about the warm-up."""
     show(*tables)
-    Console().print(
+    say(
         f"Not included: {warm_up.seconds:.1f} s of warm-up. It compiled, or read from the disk cache, "
-        f"{len(warm_up.programs)} programs: {warm_up.compile_s:.1f} s in total, several at a time.",
-        highlight=False,
+        f"{len(warm_up.programs)} programs: {warm_up.compile_s:.1f} s in total, several at a time."
     )
 
 

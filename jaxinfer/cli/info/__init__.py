@@ -34,9 +34,7 @@ def info(
     if target is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     with long_work(f"reading {model}"):
-        from rich.console import Console
-
-        from jaxinfer.cli.display import kept_tokens
+        from jaxinfer.cli.display import kept_tokens, say, show
         from jaxinfer.cli.info.costs import print_costs
         from jaxinfer.cli.info.description import look_at, table_of
         from jaxinfer.cli.info.formats import print_formats
@@ -64,11 +62,9 @@ def info(
     layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
     sizes = {"max_batch": max_batch, "context": context, "window": num_speculative_tokens}
     memory = memory_of(known.description, weights, layout, rules, **sizes)
-    console = Console()
-    console.print(table_of(str(model), known, layout, memory.stages))
-    console.print(memory.table(model.resolve().name))
+    show(table_of(str(model), known, layout, memory.stages), memory.table(model.resolve().name))
     if memory.token:
-        console.print(kept_tokens(memory.token))
+        say(kept_tokens(memory.token))
     print_formats(known.description, dtype)
     if not isinstance(config, VisionConfig) and file.mesh is None:
         print_kernels(config, weights, gpu, batch=max_batch, context=context)
