@@ -2,27 +2,28 @@
 
 Run in an environment with PyTorch:
 
-    python tests/goldens/make_field_goldens.py
+    python tests/goldens/make_field_goldens.py [GOLDEN...]
 
-For each golden of a text model: the fields that its config class knows, with another value that changes the result on
-the same weights. Sizes of weights are left out, as other values do not fit; so are numbers of layers, whose weights
-would be random, and what is returned beside the logits.
+For each golden of a text model: the fields that its config class knows, those of `text_config` and `rope_parameters`
+too, with another value that changes the result on the same weights. Sizes of weights are left out, as other values do
+not fit; so are numbers of layers, whose weights would be random, and what is returned beside the logits.
 """
 
 import copy
 import json
 import pathlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 FOLDER = pathlib.Path(__file__).parent
 LEFT_OUT = {
-    *("architectures", "dtype", "torch_dtype", "model_type", "transformers_version", "text_config", "vision_config"),
+    *("architectures", "dtype", "torch_dtype", "model_type", "transformers_version", "vision_config"),
     *("id2label", "label2id", "num_labels", "output_router_logits"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
 }
@@ -33,9 +34,10 @@ def compute(folder: pathlib.Path, fields: dict[str, Any]) -> torch.Tensor:
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
     config._attn_implementation = "eager"
     encoder = fields["model_type"] in ("bert", "roberta", "distilbert")
-    kind = AutoModel if encoder else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True).eval()
-    tokens = torch.arange(5, 17)[None] % min(config.vocab_size, 50)
+    kind = AutoModel if encoder else AutoModelForImageTextToText if "text_config" in fields else AutoModelForCausalLM
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "local_files_only": True}
+    model = kind.from_pretrained(folder, config=config, **options).eval()
+    tokens = torch.arange(5, 17)[None] % min(config.get_text_config().vocab_size, 50)
     with torch.no_grad():
         return (model(tokens) if encoder else model(tokens, use_cache=False))[0].float()
 
@@ -52,35 +54,49 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield from (True, 0.5, 2)
 
 
+def paths(known: dict[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All fields with their values, those of inner objects too."""
+    for name, value in known.items():
+        if isinstance(value, dict):
+            yield from paths(value, (*outer, name)) if name not in LEFT_OUT else ()
+        elif name not in LEFT_OUT:
+            yield (*outer, name), value
+
+
+def with_value(fields: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Copy the fields, with one changed."""
+    name, *inner = path
+    return fields | {name: with_value(fields.get(name) or {}, tuple(inner), value) if inner else value}
+
+
 def changing(folder: pathlib.Path, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields with values that change the result."""
     plain, found = compute(folder, fields), {}
     known = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields)).to_dict()
-    for name, value in known.items():
-        for other in others(name, value) if name not in LEFT_OUT else ():
+    for path, value in paths(known):
+        for other in others(path[-1], value):
             try:
-                result = compute(folder, fields | {name: other})
+                result = compute(folder, with_value(fields, path, other))
             except Exception:  # the weights do not fit
                 continue
             if result.shape != plain.shape or (result - plain).abs().max() > 1e-3 * plain.abs().max():
-                found[name] = other
+                found["/".join(path)] = other
                 break
     return found
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the file anew, or what it has of the goldens that are named."""
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    goldens = {}
+    target, names = FOLDER / "fields.json", sys.argv[1:]
+    goldens = json.loads(target.read_text()) if names else {}
     for file in sorted(FOLDER.glob("*/config.json")):
-        fields = json.loads(file.read_text())
-        if fields["model_type"] in CONFIG_MAPPING and "text_config" not in fields:
-            try:
-                goldens[file.parent.name] = changing(file.parent, fields)
-            except RuntimeError as error:  # PyTorch's grouped products want other strides
-                print(f"{file.parent.name}: {error}")
-    (FOLDER / "fields.json").write_text(json.dumps(goldens, indent=1, sort_keys=True) + "\n")
+        fields, name = json.loads(file.read_text()), file.parent.name
+        if fields.get("model_type") in CONFIG_MAPPING and (not names or name in names):
+            goldens[name] = changing(file.parent, fields)
+    target.write_text(json.dumps(goldens, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,3 +18,7 @@ class NormConfig:
     kind: NormKind
     eps: float = 1e-5
     affine: bool = True  # whether scale and bias are of the checkpoint; else they are 1 and 0 (Galactica)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps < 1:
+            raise ValueError(f"NormConfig.eps must be in [0, 1), got {self.eps}.")

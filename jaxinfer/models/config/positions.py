@@ -35,6 +35,11 @@ class RopeScaling:
             raise ValueError(f"RopeScaling.kind={self.kind!r} is not implemented; known: {', '.join(known)}.")
         if self.kind != "linear" and self.original_context < 1:
             raise ValueError(f"RopeScaling.original_context must be >= 1 for {self.kind}, got {self.original_context}.")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"RopeScaling.low_freq_factor={self.low_freq_factor} must be > 0 and less than "
+                f"high_freq_factor={self.high_freq_factor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

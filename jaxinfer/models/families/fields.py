@@ -154,6 +154,10 @@ class Fields:
             raise ValueError(f"{self.file}: {names[0]}={value} must be > 0; correct it.")
         return value
 
+    def cap(self, name: str) -> float | None:
+        """A number above 0, or None."""
+        return None if self.values.get(name) is None else self.positive(name)
+
     def number(self, *names: str, default: float | None = None) -> float:
         """A number; required if there is no default."""
         return self._get(float, names, default)
@@ -195,7 +199,7 @@ class Fields:
     def per_layer(self, name: str, layers: int) -> list[Any] | None:
         """A list with an entry for each layer, or None."""
         values = self.optional(list, name)
-        if values and len(values) != layers:
+        if values is not None and len(values) != layers:
             raise ValueError(f"{self.file}: {name} has {len(values)} entries for {layers} layers; correct it.")
         return values
 
@@ -215,7 +219,7 @@ class Fields:
         """Return rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
         name = self.one_spelling("rope_parameters", "rope_scaling")
         rope = Fields(self.optional(dict, name) or {})
-        theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
+        theta = rope.positive("rope_theta", default=self.positive(*theta_names, default=theta))
         fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
         if not 0 <= fraction <= 1:
             raise ValueError(f"{self.file}: {fraction_names[0]}={fraction} must be in [0, 1]; correct it.")
@@ -255,9 +259,10 @@ class Fields:
 
     def one_spelling(self, new: str, old: str) -> str:
         """Return which of two spellings of a field the config has. Raises ValueError for both if they differ."""
-        if self.values.get(new) and self.values.get(old) and self.values[new] != self.values[old]:
+        given = [self.optional(dict, name) for name in (new, old)]
+        if all(given) and given[0] != given[1]:
             raise ValueError(f"{self.file}: {new} and {old} differ; put what {old} has into {new}, and remove {old}.")
-        return new if self.values.get(new) else old
+        return new if given[0] else old
 
     def _rope_scaling(self, name: str, rope: "Fields") -> RopeScaling | None:
         kind = rope.optional(str, "rope_type", "type") or "default"
@@ -278,7 +283,7 @@ class Fields:
         if kind == "yarn" and rope.values.get("factor", 0) is None:  # as transformers
             factor = self.integer("max_position_embeddings") / original
         else:
-            factor = rope.number("factor")
+            factor = rope.positive("factor")
         if kind == "dynamic":
             return None  # scales what is longer than max_position_embeddings, which no request may be
         if kind == "linear":

@@ -30,13 +30,13 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
         config.with_block(BlockKind.SANDWICH).with_mlp(activation=activation),
         embed_scale=config.embed**0.5,
         tied=fields.flag("tie_word_embeddings", default=True),
-        logit_softcap=fields.optional(float, "final_logit_softcapping"),
+        logit_softcap=fields.cap("final_logit_softcapping"),
     )
     return config.with_attention(
         qkv_bias=bias,
         out_bias=bias,
         scale=fields.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
-        softcap=fields.optional(float, "attn_logit_softcapping"),
+        softcap=fields.cap("attn_logit_softcapping"),
     ).with_windows(fields.windows(fields.optional(int, "sliding_window"), alternating))
 
 

@@ -21,7 +21,9 @@ def _of_all_layers(hf: Mapping[str, object], name: str) -> int:
     """A number of all layers, which may be written once for each."""
     if not isinstance(hf.get(name), list):
         return Fields(hf).integer(name, default=1)
-    first, *others = Fields(hf).integers(name) or (1,)
+    fields = Fields(hf)
+    fields.per_layer(name, fields.integer("num_hidden_layers"))
+    first, *others = fields.integers(name) or (1,)
     if any(other != first for other in others):
         refuse(f"config.json: {name} differs between layers, which is not implemented; choose another checkpoint.")
     return first
