@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from jaxinfer.compiled import Costs, ProgramCache
-from jaxinfer.generation.engine.batch import NOTHING, Batch, Chunk, DecodeRow, PageBlock, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import (
+    NOTHING,
+    Batch,
+    Chunk,
+    DecodeRow,
+    PageBlock,
+    SequenceOutput,
+    StateBlock,
+    StepOutput,
+)
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.stats import ExecutorReport
@@ -72,7 +81,7 @@ class VirtualExecutor:
             stored=self.read_pages(batch) if batch.stored else [],
         )
 
-    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+    def read_pages(self, batch: Batch) -> list[list[PageBlock | StateBlock]]:
         """Make a block without content for each lane."""
         return [[PageBlock(kv=())] for _ in batch.lanes]
 

@@ -38,8 +38,10 @@ def simulate(
       tier: seconds of the host's pages, if the plan has some.
       num_snapshots: snapshots of recurrent states of each lane; 0: the model has no states.
 
-    Raises ValueError for a request that the engine could never run.
+    Raises ValueError for a request that the engine could never run, and for recurrent states with a tier.
     """
+    if tier is not None and num_snapshots:
+        raise ValueError("A tier for pages is not simulated for models with recurrent states: leave one of them out.")
     clock = VirtualClock()
     vocab = 1 + max([TOKEN, *(token for request in requests for token in request.prompt)])
     inputs = InputProcessor(vocab=vocab, eos_ids=(), context=config.context, tokenizer=None, generates=True)

@@ -35,6 +35,7 @@ from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.engine.state_pages import StatePages
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.chain import ChainDecoderPasses, ChainEncoderPasses, LayerStream
 from jaxinfer.generation.execution.decoder import DecoderExecutor
@@ -117,6 +118,7 @@ def build_engine(
             tier=tier,
             identity=identity,
             num_snapshots=executor.state.layout.num_snapshots,
+            states=_state_pages(executor.state.layout, plan),
         )
         scheduler = scheduler_of(lanes)
         restoring = restoring_of(lanes)
@@ -155,6 +157,13 @@ def _page_tier(plan: Plan, disk_kv: BlockFolder | None, layout: DeviceLayout, co
     return disk if host is None else host
 
 
+def _state_pages(layout: DeviceLayout, plan: Plan) -> StatePages | None:
+    """Make what turns recurrent states into pages of a tier; None: the model has no states."""
+    if not layout.num_snapshots:
+        return None
+    return StatePages(layout.host_page, layout.host_states, plan.decoder_buckets)
+
+
 def decoder_lanes(
     config: EngineConfig,
     plan: Plan,
@@ -166,6 +175,7 @@ def decoder_lanes(
     tier: PageTier | None = None,
     identity: Callable[[Hashable], bytes] | None = None,
     num_snapshots: int = 0,
+    states: StatePages | None = None,
 ) -> list[DecoderScheduler]:
     """Make the schedulers of a decoder, one for each lane of its mesh.
 
@@ -179,19 +189,21 @@ def decoder_lanes(
       tier: keeps the pages that the devices forget; None: nothing does.
       identity: hashes what a page depends on in addition to tokens; None if no tier keeps pages.
       num_snapshots: snapshots of recurrent states of each lane; 0: the model has no states, or no prefix cache.
+      states: turns snapshots into pages of the tier; None: there are none, or there is no tier.
     """
-    arrivals = itertools.count()
+    arrivals, has_tier = itertools.count(), tier is not None
 
     def lane() -> DecoderScheduler:
-        pool = PagePool(plan.num_pages, config.page_size, identity)
+        pool, size = PagePool(plan.num_pages, config.page_size, identity), config.chunk_size
+        snapshots = Snapshots(num_snapshots, pool, size, has_tier=has_tier) if num_snapshots else None
         return DecoderScheduler(
             config,
             plan.decoder_buckets,
             pool,
             adapters,
             costs=costs,
-            restoring=None if tier is None else Restoring(pool, tier, costs, config.chunk_size),
-            snapshots=Snapshots(num_snapshots, pool, config.chunk_size) if num_snapshots else None,
+            restoring=None if tier is None else Restoring(pool, tier, costs, size, snapshots, states),
+            snapshots=snapshots,
             step_seconds=step_seconds(platform),
             arrivals=arrivals,
         )
@@ -228,6 +240,9 @@ def _page_identity(
         "mesh": None if model.mesh is None else dict(model.mesh.shape),
         "rules": str(model.rules),
     }
+    assert isinstance(model.config, DecoderConfig)
+    if model.config.state_layers:  # states lie at the ends of chunks, and have room for speculative tokens
+        parts |= {"chunk_size": config.chunk_size, "num_speculative_tokens": config.num_speculative_tokens}
     engine = keys.digest(parts).encode()
 
     def identity(root: Any) -> bytes:

@@ -6,7 +6,16 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
-from jaxinfer.generation.engine.batch import Admission, Batch, DecodeRow, PageBlock, Restored, StepOutput, Stored
+from jaxinfer.generation.engine.batch import (
+    Admission,
+    Batch,
+    DecodeRow,
+    PageBlock,
+    Restored,
+    RestoredState,
+    StepOutput,
+    Stored,
+)
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import Match, Node, PagePool
 from jaxinfer.generation.engine.page_tier import Load
@@ -125,6 +134,7 @@ class Allocator:
 
     Attributes:
       restored: the pages that come back from a tier in the step in preparation.
+      restored_states: the snapshots that do.
       loading: the running sequence that computes what is before its pages from a tier; None: there is none.
     """
 
@@ -141,6 +151,7 @@ class Allocator:
         self._free_slots: list[int] = []
         self._written: set[int] = set()  # pages that the step in preparation writes
         self.restored: list[Restored] = []
+        self.restored_states: list[RestoredState] = []
         self.loading: Allocation | None = None
         self.reset()
 
@@ -151,7 +162,7 @@ class Allocator:
     def begin_step(self) -> None:
         """Forget the pages that the previous step writes: the next step reads after it."""
         self._written.clear()
-        self.restored = []
+        self.restored, self.restored_states = [], []
         if self.restoring is not None:
             self.restoring.awaited = None
         if self.snapshots is not None:
@@ -233,18 +244,22 @@ class Allocator:
     def _take_pages(self, allocation: Allocation, spare: int, *, wait: bool) -> _Pages | None:
         """Take pages for all known tokens, shared, restored or copied where cached; None if it has to wait."""
         sequence, pages, size = allocation.sequence, self.pages, self.pages.page_size
-        match = pages.match(_root(sequence), self._reusable(sequence))
-        if self._is_coming(match):
-            pages.release([*match.pages, match.copy_from] if match.num_copied_tokens else match.pages)
-            return None
-        needed = pages.pages_for(len(sequence.token_ids)) - len(match.pages)
-        if match.num_copied_tokens and needed + spare > pages.free:
-            pages.release([match.copy_from])
-            match = match._replace(copy_from=-1, num_copied_tokens=0)
-        if needed + spare > pages.free:
+        reusable = self._reusable(sequence)
+        if (reach := self._reach(sequence, covered := len(reusable) // size)) > covered:
+            match = self._match(sequence, self._cached(sequence, reach), spare)
+            if match is None:
+                return None
+            if (load := self._begin_state(allocation, match, reach, covered)) is not None:
+                if not wait and not load.result.done():
+                    pages.release(match.pages)
+                    return None
+                if (taken := self._restore_state(allocation, load, match)) is not None:
+                    return taken
             pages.release(match.pages)
+        match = self._match(sequence, reusable, spare)
+        if match is None:
             return None
-        if self.restoring is not None and self._reuses(sequence):
+        if self.restoring is not None and self.snapshots is None and self._reuses(sequence):
             rest = sequence.token_ids[len(match.pages) * size :]
             load = allocation.load = self.restoring.begin(allocation.load, match.parent, rest)
             if load is not None and not load.num_computed:
@@ -254,7 +269,7 @@ class Allocator:
                     pages.release(match.pages)
                     return None
                 return self._restore(allocation, load, match, rest)
-        new, copy = pages.allocate(needed), None
+        new, copy = pages.allocate(pages.pages_for(len(sequence.token_ids)) - len(match.pages)), None
         if match.num_copied_tokens:
             copy = match.copy_from, new[0]
             pages.release([match.copy_from])  # safe now: a new owner writes only after this copy has read
@@ -265,6 +280,58 @@ class Allocator:
             num_cached_tokens=len(match.pages) * size + match.num_copied_tokens,
             copy=copy,
         )
+
+    def _match(self, sequence: Sequence, tokens: Ordered[int], spare: int) -> Match | None:
+        """Find the cached pages of a sequence's first tokens, if there is room for all others; None: it has to wait."""
+        pages = self.pages
+        match = pages.match(_root(sequence), tokens)
+        if self._is_coming(match):
+            pages.release([*match.pages, match.copy_from] if match.num_copied_tokens else match.pages)
+            return None
+        needed = pages.pages_for(len(sequence.token_ids)) - len(match.pages)
+        if match.num_copied_tokens and needed + spare > pages.free:
+            pages.release([match.copy_from])
+            match = match._replace(copy_from=-1, num_copied_tokens=0)
+        if needed + spare > pages.free:
+            pages.release(match.pages)
+            return None
+        return match
+
+    def _reach(self, sequence: Sequence, covered: int) -> int:
+        """Count the leading pages up to a state of a tier, or the `covered` ones up to the devices' last snapshot."""
+        if self.restoring is None or self.snapshots is None or not self._reuses(sequence):
+            return covered
+        return self.restoring.reach(_root(sequence), sequence.token_ids[:-1], covered)
+
+    def _cached(self, sequence: Sequence, reach: int) -> list[int]:
+        """The tokens of the first pages of these that the devices have."""
+        tokens = sequence.token_ids[: reach * self.pages.page_size]
+        return tokens[: self.pages.count_cached_tokens(_root(sequence), tokens)]
+
+    def _begin_state(self, allocation: Allocation, match: Match, reach: int, covered: int) -> Load | None:
+        """Begin to read a state of a tier, and the pages before it that the devices lack; None if that is slower."""
+        assert self.restoring is not None
+        tokens = allocation.sequence.token_ids
+        allocation.load = self.restoring.begin_state(allocation.load, match, tokens, reach, covered)
+        return allocation.load
+
+    def _restore_state(self, allocation: Allocation, load: Load, match: Match) -> _Pages | None:
+        """Take pages of which the first come from a tier, with the state after them; None if a part is missing."""
+        assert self.restoring is not None
+        assert self.snapshots is not None
+        pages, size, tokens = self.pages, self.pages.page_size, allocation.sequence.token_ids
+        allocation.load, node, shared = None, match.parent, len(match.pages)
+        if (come := self.restoring.end_state(load, shared)) is None:
+            return None
+        block, state, taken = come
+        new = pages.allocate(pages.pages_for(len(tokens)) - shared)
+        for index in range(shared, load.reach):
+            node = pages.insert(node, tokens[index * size : (index + 1) * size], new[index - shared])
+        if shared < load.reach:
+            self._bring_back(new[: load.reach - shared], block, shared - load.before)
+        assert isinstance(node, Node)
+        self.restored_states.append(RestoredState(self.snapshots.restore(node), state, taken))
+        return _Pages(pages=match.pages + new, num_shared=load.reach, node=node, num_cached_tokens=load.reach * size)
 
     def _restore(self, allocation: Allocation, load: Load, match: Match, tokens: list[int]) -> _Pages:
         """Take pages for these tokens after the shared ones, of which the first come from a tier."""
@@ -372,16 +439,16 @@ class Allocator:
         allocation.prefilling, allocation.num_prefilled_tokens, allocation.ends = True, 0, ()
         self._end_load(allocation)
 
-    def take_stored(self) -> tuple[Stored, ...]:
-        """Return the pages that the step in preparation is to bring to the host."""
+    def take_stored(self) -> tuple[tuple[Stored, ...], tuple[Stored, ...]]:
+        """Return the pages and the snapshots that the step in preparation is to bring to the host."""
         assert self.restoring is not None
         return self.restoring.take_stored()
 
     def store(self, batch: Batch, output: StepOutput) -> None:
-        """Keep the pages that a step has brought to the host."""
+        """Keep what a step has brought to the host."""
         assert self.restoring is not None
         (blocks,) = output.stored
-        self.restoring.store(batch.stored, blocks)
+        self.restoring.store(batch, blocks)
 
     def has_adapter(self, sequence: Sequence) -> bool:
         """Check that a sequence's adapter is on the devices, or it needs none."""

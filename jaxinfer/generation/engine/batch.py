@@ -37,6 +37,18 @@ class PageBlock(NamedTuple):
         return self.kv[0].shape[1]
 
 
+class StateBlock(NamedTuple):
+    """The recurrent states of N rows of a lane: slots or snapshots; numpy on the host.
+
+    With S stages of a pipeline, the rows of each stage come one after the other; so do those of the lanes in a stage.
+
+    Attributes:
+      arrays: [N, ...], all arrays of all layers with states.
+    """
+
+    arrays: tuple[Any, ...]
+
+
 class Restored(NamedTuple):
     """Pages that come back to the cache before anything is read.
 
@@ -49,15 +61,31 @@ class Restored(NamedTuple):
     block: PageBlock
 
 
-class Stored(NamedTuple):
-    """A page whose content the step brings to the host before anything is written, for a tier of the cache.
+class RestoredState(NamedTuple):
+    """A snapshot of recurrent states that comes back before anything is read.
 
     Attributes:
-      page: the page.
-      key: the name of its content (`page_pool.page_key`).
+      snapshot: its place.
+      block: its content, numpy [S, 1, ...].
+      pages: how many pages of the tier it took.
     """
 
-    page: int
+    snapshot: int
+    block: StateBlock
+    pages: int
+
+
+class Stored(NamedTuple):
+    """A page, or snapshot, whose content the step brings to the host before anything else is written there.
+
+    It is for a tier of the cache.
+
+    Attributes:
+      place: the page, or the place of the snapshot.
+      key: the name of the content of the page, or of that at whose end the snapshot lies (`page_pool.page_key`).
+    """
+
+    place: int
     key: bytes
 
 
@@ -149,7 +177,9 @@ class Batch:
       adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
       snapshots: (slot, snapshot): recurrent states to copy from slots before slots are filled.
       stored: pages to bring to the host before anything runs.
+      stored_states: snapshots to bring to the host, after those of `snapshots` are there.
       restored: pages that come from a tier before anything runs, for each sequence that gets some.
+      restored_states: snapshots that come from a tier before slots are filled.
       chunks: chunks of prompts.
       rows: sequences that decode.
       passes: passes through the model; 1 if there are chunks.
@@ -163,7 +193,9 @@ class Batch:
     adapter_uploads: tuple[tuple[int, Adapter], ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
     stored: tuple[Stored, ...] = ()
+    stored_states: tuple[Stored, ...] = ()
     restored: tuple[Restored, ...] = ()
+    restored_states: tuple[RestoredState, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[DecodeRow, ...] = ()
     passes: int = 1
@@ -180,8 +212,8 @@ class Batch:
         def join(field: str) -> tuple[Any, ...]:
             return tuple(part for lane in lanes for part in getattr(lane, field))
 
-        fields = ("admissions", "adapter_uploads", "snapshots", "stored", "restored", "chunks", "rows", "failures")
-        joined = {field: join(field) for field in fields}
+        tuples = [field.name for field in dataclasses.fields(cls) if field.default == () and field.name != "joined"]
+        joined = {field: join(field) for field in tuples}
         return cls(
             **joined,
             passes=max((lane.passes for lane in lanes if lane.rows), default=1),
@@ -210,9 +242,15 @@ class Batch:
         return [(admission.snapshot, admission.slot) for admission in self.admissions if admission.snapshot is not None]
 
     @property
+    def keeps(self) -> bool:
+        """Whether something comes to the host for a tier."""
+        return bool(self.stored or self.stored_states)
+
+    @property
     def num_restored_pages(self) -> int:
-        """How many pages come from a tier, in all lanes."""
-        return sum([page >= 0 for pages, _ in self.restored for page in pages])
+        """How many pages come from a tier, in all lanes, those of states included."""
+        states = sum([state.pages for state in self.restored_states])
+        return states + sum([page >= 0 for pages, _ in self.restored for page in pages])
 
     @functools.cached_property
     def parts(self) -> tuple[Chunk | DecodeRow, ...]:
@@ -266,8 +304,9 @@ class StepOutput:
 
     Attributes:
       outputs: one for each of `Batch.parts`.
-      stored: blocks with each lane's pages of `Batch.stored`, in their order, numpy [S, N, ...].
+      stored: blocks with each lane's pages of `Batch.stored`, in their order, numpy [S, N, ...]; and a block for each
+        of its `Batch.stored_states`, perhaps with others after them.
     """
 
     outputs: list[SequenceOutput]
-    stored: list[list[PageBlock]] = dataclasses.field(default_factory=list)
+    stored: list[list[PageBlock | StateBlock]] = dataclasses.field(default_factory=list)

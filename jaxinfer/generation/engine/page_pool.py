@@ -18,13 +18,17 @@ MAX_COMPARED = 32
 
 
 class Node:
-    """A page in the tree: its number, its tokens, and the node or root before it; `PagePool.key_of` sets the key."""
+    """A page in the tree: its number, its tokens, and the node or root before it.
 
-    __slots__ = ("key", "page", "parent", "tokens")
+    `PagePool.key_of` sets the key, `Snapshots` whether a state was copied after its last token or after a later one.
+    """
+
+    __slots__ = ("key", "leads_to_state", "page", "parent", "tokens")
 
     def __init__(self, page: int, parent: Hashable, tokens: tuple[int, ...]):
         self.page, self.parent, self.tokens = page, parent, tokens
         self.key: bytes | None = None
+        self.leads_to_state = False
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:

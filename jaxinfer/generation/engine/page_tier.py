@@ -28,7 +28,7 @@ class TierStats:
     """A tier's work so far, and its content.
 
     Attributes:
-      pages: pages that it has now.
+      pages: pages that it has now. A recurrent state counts as the pages that its bytes fill, here and below.
       num_pages: pages that it has room for.
       page_bytes: bytes of a page.
       stored: pages that were written.
@@ -87,6 +87,8 @@ class Loaded(NamedTuple):
 class Load(NamedTuple):
     """Pages on their way from a tier.
 
+    Those of a model with recurrent states end with a state, as pages (`StatePages`).
+
     Attributes:
       keys: their keys, in the order of the block.
       result: becomes their content.
@@ -95,6 +97,8 @@ class Load(NamedTuple):
       num_computed: how many pages before them the tier has, too, which are computed meanwhile.
       until: when they are late, by `clock`.
       clock: the time.
+      before: with a state, how many pages of the sequence come before these.
+      reach: with a state, how many pages of the sequence it comes after.
     """
 
     keys: tuple[bytes, ...]
@@ -104,6 +108,8 @@ class Load(NamedTuple):
     num_computed: int = 0
     until: float = math.inf
     clock: Callable[[], float] = time.perf_counter
+    before: int = 0
+    reach: int = 0
 
     @property
     def waited(self) -> float:

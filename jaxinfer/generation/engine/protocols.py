@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from jaxinfer.compiled import Costs, ProgramCache
-from jaxinfer.generation.engine.batch import Batch, PageBlock, StepOutput
+from jaxinfer.generation.engine.batch import Batch, PageBlock, StateBlock, StepOutput
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.stats import ExecutorReport, SchedulerStats
@@ -137,8 +137,8 @@ class Executor(Protocol):
         """Wait for a step whose results nobody wants. Raises its error, if it failed."""
         ...
 
-    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
-        """Bring the pages of `Batch.stored` to the host while nothing runs; returns blocks of each lane."""
+    def read_pages(self, batch: Batch) -> list[list[PageBlock | StateBlock]]:
+        """Bring what a batch stores to the host while nothing runs; returns `StepOutput.stored`."""
         ...
 
     def restart(self) -> None:

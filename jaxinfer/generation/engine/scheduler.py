@@ -227,12 +227,16 @@ class DecoderScheduler:
             for allocation in step.decoding:
                 self.allocator.extend(allocation, _length(allocation) + ahead)
         runs, keeps = bool(step.chunks or step.decoding), self.allocator.restoring is not None
+        snapshots = self.allocator.snapshots.take_due() if runs and self.allocator.snapshots else ()
+        stored, stored_states = self.allocator.take_stored() if runs and keeps else ((), ())  # the former are there now
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if runs else (),
-            snapshots=self.allocator.snapshots.take_due() if runs and self.allocator.snapshots else (),
-            stored=self.allocator.take_stored() if runs and keeps else (),
+            snapshots=snapshots,
+            stored=stored,
+            stored_states=stored_states,
             restored=tuple(self.allocator.restored),
+            restored_states=tuple(self.allocator.restored_states),
             chunks=tuple(step.chunks),
             rows=tuple([self._row(allocation, speculative) for allocation in step.decoding]),
             passes=passes,
@@ -357,7 +361,7 @@ class DecoderScheduler:
         rows: of the lane with the most, to which the others were padded; None: those of the batch.
         """
         self._count_in_flight(batch, -1)
-        if batch.stored:
+        if batch.keeps:
             self.allocator.store(batch, output)
         if batch.num_speculative_tokens:
             self._learn(batch, output, len(batch.rows) if rows is None else rows)

@@ -21,11 +21,15 @@ class Snapshots:
       count: how many snapshots there is room for.
       pool: the lane's pages, and the tree.
       chunk_size: tokens of a chunk of a prompt.
+      has_tier: whether a tier takes snapshots that give way.
+
+    Attributes:
+      distance: snapshots lie at multiples of so many tokens.
     """
 
-    def __init__(self, count: int, pool: PagePool, chunk_size: int):
-        self.count, self._pool = count, pool
-        self._distance = math.lcm(pool.page_size, chunk_size)
+    def __init__(self, count: int, pool: PagePool, chunk_size: int, *, has_tier: bool = False):
+        self.count, self._pool, self._has_tier = count, pool, has_tier
+        self.distance = math.lcm(pool.page_size, chunk_size)
         self.reset()
 
     def reset(self) -> None:
@@ -34,11 +38,15 @@ class Snapshots:
         self._empty = list(reversed(range(self.count)))
         self._coming: dict[int, int] = {}  # place -> slot whose states the step in preparation computes
         self._due: dict[int, int] = {}  # place -> slot whose states earlier steps have computed
+        self._followed: set[Hashable] = set()  # nodes after whose snapshot the same conversation has taken a later one
+        self._restored: set[int] = set()  # places that the step in preparation fills from a tier
+        self._left: list[tuple[Hashable, int]] = []  # snapshots that gave way, and that still have their content
 
     def begin_step(self) -> None:
         """Note that the previous step is complete: what it computes can be copied now."""
         self._due |= self._coming
         self._coming.clear()
+        self._restored.clear()
 
     def covered(self, root: Hashable, tokens: Sequence[int]) -> int:
         """Count the leading tokens up to the last snapshot along them."""
@@ -53,7 +61,7 @@ class Snapshots:
         start: tokens that it takes from the cache.
         """
         common = len(self._pool.full_nodes(root, tokens)) * self._pool.page_size
-        last = {count // self._distance * self._distance for count in (common, len(tokens))}
+        last = {count // self.distance * self.distance for count in (common, len(tokens))}
         return tuple(sorted(count for count in last if count > start))
 
     def is_coming(self, node: Hashable) -> bool:
@@ -66,8 +74,13 @@ class Snapshots:
         extends: whether the sequence takes a later one. This one has then served its purpose, unless prompts part here.
         """
         place = self._places.get(node)
-        if place is not None and (not extends or self._pool.branches(node)):
+        if place is None:
+            return None
+        if not extends or self._pool.branches(node):
             self._places.move_to_end(node)
+            self._followed.discard(node)
+        else:
+            self._followed.add(node)
         return place
 
     def take(self, node: Node, slot: int) -> None:
@@ -75,8 +88,50 @@ class Snapshots:
         if node in self._places:
             self._places.move_to_end(node)
             return
-        place = self._empty.pop() if self._empty else self._places.pop(self._oldest())
-        self._places[node], self._coming[place] = place, slot
+        self._coming[self._give(node)] = slot
+
+    def restore(self, node: Node) -> int:
+        """The place of a node that has no snapshot, into which the step in preparation puts one from a tier."""
+        place = self._give(node)
+        self._restored.add(place)
+        return place
+
+    def _give(self, node: Node) -> int:
+        """A place for a node's snapshot; that of another gives way if there is none."""
+        if self._empty:
+            place = self._empty.pop()
+        else:
+            oldest = self._oldest()
+            place = self._places.pop(oldest)
+            if self._is_wanted(oldest) and place not in self._coming and place not in self._restored:
+                self._left.append((oldest, place))
+            self._coming.pop(place, None)
+            self._followed.discard(oldest)
+        self._places[node] = place
+        at: Hashable = node
+        while isinstance(at, Node) and not at.leads_to_state:
+            at.leads_to_state = True
+            at = at.parent
+        return place
+
+    def _is_wanted(self, node: Hashable) -> bool:
+        """Check whether a tier is to have a node's snapshot: not if a longer one of its conversation follows."""
+        return self._has_tier and (node not in self._followed or self._pool.branches(node))
+
+    def copied(self, node: Hashable) -> int | None:
+        """The place of a node's snapshot that a tier is to have, and that has its content; None: there is none."""
+        place = self._places.get(node)
+        if place is None or place in self._coming or place in self._due or place in self._restored:
+            return None
+        return place if self._is_wanted(node) else None
+
+    def take_left(self) -> list[tuple[Hashable, int]]:
+        """Return the (node, place) of the snapshots that gave way since the last call, for a tier.
+
+        They keep their content until the next step copies to their places.
+        """
+        left, self._left = self._left, []
+        return left
 
     def _oldest(self) -> Hashable:
         """The node whose snapshot gives way: one that has left the tree, or the least recently used."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxinfer.compiled import Clock, Costs, DeviceTime, ProgramCache, ProgramSpec, Sizes, executable_store
-from jaxinfer.generation.engine.batch import Batch, PageBlock
+from jaxinfer.generation.engine.batch import Batch, PageBlock, StateBlock
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.stats import ExecutorReport
@@ -123,7 +123,7 @@ class BaseExecutor[Buckets]:
         """Start over, as in `Executor`; programs and costs stay as they are."""
         self._passes.restart()
 
-    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+    def read_pages(self, batch: Batch) -> list[list[PageBlock | StateBlock]]:
         """Bring no page to the host, as an encoder has none."""
         return []
 

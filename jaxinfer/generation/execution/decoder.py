@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from jaxinfer.compiled import Bucket, Clock
 from jaxinfer.compiled.spec import shapes_of
-from jaxinfer.generation.engine.batch import Batch, PageBlock, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import Batch, PageBlock, SequenceOutput, StateBlock, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
@@ -41,7 +41,7 @@ class PassResult:
       stages: of the pipeline that it went through, of which the last has the results.
       micro_batches: those of it that were not empty.
       steady_share: the share of its time that its passes take in a pipeline that neither fills nor drains.
-      blocks: pages for the host that the step has copied before; its first pass has them.
+      blocks: pages and states for the host that the step has copied before; its first pass has them.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PassResult:
     stages: int = 1
     micro_batches: int = 1
     steady_share: float = 1.0
-    blocks: tuple[PageBlock, ...] = ()
+    blocks: tuple[PageBlock | StateBlock, ...] = ()
 
     def read(self, lane: Batch, output: PrefillOutput | DecodeOutput) -> list[SequenceOutput]:
         """Read the results of one lane, on the host, for each of `Batch.parts`."""
@@ -190,8 +190,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         results[0].blocks = tuple(blocks)
         return results
 
-    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
-        """Bring the pages of `Batch.stored` to the host while nothing runs; returns blocks of each lane."""
+    def read_pages(self, batch: Batch) -> list[list[PageBlock | StateBlock]]:
+        """Bring what a batch stores to the host while nothing runs, as in `Executor`."""
         blocks = [self.state.change(command) for command in self._packer.changes(batch)]
         return self._blocks_of_lanes([block for block in blocks if block is not None])
 
@@ -204,7 +204,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
         seconds = self._seconds(step)
-        if restored := step.batch.num_restored_pages if step.batch.restored else 0:
+        if restored := step.batch.num_restored_pages:
             self._record_restored(results[0], seconds, restored, late=late)
         else:
             self._record(results[0], outputs[0], seconds, at_most=late)
@@ -216,7 +216,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
         return StepOutput(
-            outputs=chunks + rows, stored=self._blocks_of_lanes(results[0].blocks) if step.batch.stored else []
+            outputs=chunks + rows, stored=self._blocks_of_lanes(results[0].blocks) if step.batch.keeps else []
         )
 
     def _record_restored(self, first: PassResult, seconds: float, pages: int, *, late: bool) -> None:
@@ -225,13 +225,13 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if usual is not None and not late:
             self.costs.record(WRITE_PAGE, (), max(seconds - usual, 0.0), passes=pages)
 
-    def _blocks_of_lanes(self, blocks: Sequence[PageBlock]) -> list[list[PageBlock]]:
-        """Wait for pages for the host; returns those of each lane."""
+    def _blocks_of_lanes(self, blocks: Sequence[PageBlock | StateBlock]) -> list[list[PageBlock | StateBlock]]:
+        """Wait for pages and states for the host; returns those of each lane."""
         stages, lanes = self.state.layout.num_stages, self.state.layout.lanes
         on_host = jax.tree.map(lambda x: x.reshape(stages, lanes, -1, *x.shape[1:]), self._read(blocks))
-        return [[block.map(lambda x, lane=lane: x[:, lane]) for block in on_host] for lane in range(lanes)]
+        return [jax.tree.map(lambda x, lane=lane: x[:, lane], on_host) for lane in range(lanes)]
 
-    def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput | PageBlock]) -> Any:
+    def _read(self, outputs: Sequence[PrefillOutput | DecodeOutput | PageBlock | StateBlock]) -> Any:
         """Wait for results; returns them as arrays of the host."""
         return jax.tree.map(np.asarray, outputs) if self._on_host else jax.device_get(outputs)
 

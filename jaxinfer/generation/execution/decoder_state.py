@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.generation.engine.batch import PageBlock
+from jaxinfer.generation.engine.batch import PageBlock, StateBlock
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.base import DevicePrograms
 from jaxinfer.generation.execution.commands import Command
@@ -16,6 +16,7 @@ from jaxinfer.generation.execution.packing import ALL_TOKENS
 from jaxinfer.generation.execution.programs import place_adapter, zeros
 from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.gather_pages import GatherPages
+from jaxinfer.generation.execution.programs.gather_states import GatherStates
 from jaxinfer.generation.execution.spares import STATES
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import LayerAdapters
@@ -77,13 +78,13 @@ class DecoderState:
         if self.adapters is None and self._no_adapters is not None:
             self.adapters = self._no_adapters()
 
-    def change(self, command: Command) -> PageBlock | None:
-        """Send a command to the devices that changes the state; returns the pages of one that copies some from it."""
+    def change(self, command: Command) -> PageBlock | StateBlock | None:
+        """Send a command to the devices that changes the state; returns the content of one that copies some from it."""
         if isinstance(command.sizes, CopyPages) and self.offloaded is not None:
             self.offloaded.copy(*command.inputs)
             return None
         program = self._programs.cache.get(command.sizes)
-        if isinstance(command.sizes, GatherPages):
+        if isinstance(command.sizes, GatherPages | GatherStates):
             return program(self.arrays, *command.inputs)
         if isinstance(command.sizes, place_adapter.PlaceAdapter):  # steps in flight keep the arrays they were given
             self.adapters = program(self.adapters, *command.inputs)

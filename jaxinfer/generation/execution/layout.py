@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.spec import shapes_of
-from jaxinfer.generation.engine.batch import PageBlock
+from jaxinfer.generation.engine.batch import PageBlock, StateBlock
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, pages_by_shape
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
@@ -278,6 +278,18 @@ class DeviceLayout:
 
         return jax.tree.map(on_host, self.block(1))
 
+    def states(self) -> StateBlock:
+        """The shapes of a row of states of each lane, of all layers that have some."""
+        layers = range(self.config.layers)
+        mixers = [kind.mixer for layer in layers if not (kind := self.config.layer(layer)).has_attention]
+        return StateBlock(tuple(jax.tree.leaves([self._recurrent(mixer, 1) for mixer in mixers])))
+
+    @property
+    def host_states(self) -> StateBlock:
+        """The shapes of a row of states of a lane on the host, [S, ...]: of all stages."""
+        shapes = [jax.ShapeDtypeStruct((self.num_stages, *x.shape[1:]), x.dtype) for x in self.states().arrays]
+        return StateBlock(tuple(shapes))
+
     def block_shardings(self, count: int) -> Any:
         """The places of the block that a program returns, as `state_shardings`."""
         return self.shardings_of(self.block(count))
@@ -285,7 +297,9 @@ class DeviceLayout:
     def _cache(self, layer: int, pages: int) -> Cache:
         """The shapes of a layer's cache, with so many pages of each lane."""
         kind = self.config.layer(layer)
-        return self.layer_pages(layer, pages) if kind.has_attention else self._recurrent(kind.mixer)
+        if kind.has_attention:
+            return self.layer_pages(layer, pages)
+        return self._recurrent(kind.mixer, self.engine.max_batch + 1 + self.num_snapshots)
 
     def layer_pages(self, layer: int, count: int) -> KVPages:
         """The shapes of so many pages of each lane, of one layer."""
@@ -303,9 +317,9 @@ class DeviceLayout:
         slots = jax.tree.map(self.stack_lanes, self.slots(self.engine.max_batch + 1))
         return DeviceState([] if self.slice_pages else self.caches, slots)
 
-    def _recurrent(self, mixer: Mixer) -> RecurrentState:
-        """The shapes of the states of a layer in all slots, and of their snapshots."""
-        rows, window = self.engine.max_batch + 1 + self.num_snapshots, self.engine.num_speculative_tokens
+    def _recurrent(self, mixer: Mixer, rows: int) -> RecurrentState:
+        """The shapes of so many rows of states of each lane, of one layer."""
+        window = self.engine.num_speculative_tokens
         shapes = recurrent_shapes(mixer, self.lanes * rows, self.weights.dtype, window=window)
         return jax.tree.map(lambda x, axes: self.stack_stages(x, *axes), shapes, state_axes(shapes))
 

@@ -15,6 +15,7 @@ from jaxinfer.compiled import ProgramCache, ProgramSpec, executable_store
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.engine.page_tier import MAX_WRITES, bytes_of_page
+from jaxinfer.generation.engine.state_pages import pages_of_state
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.plan import MOVES
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
@@ -124,7 +125,7 @@ def plan_memory(
     states = state_bytes(layout)
     host_pages, on_host = _pages_on_host(layout, config, limits, cache)
     tiers, buffers = on_host and not cache.offloaded, buffer_bytes(placement)
-    moving = 2 * MOVES[-1] * cache.page if tiers and not shared else 0
+    moving = 2 * (MOVES[-1] * cache.page + _row_bytes(layout)) if tiers and not shared else 0
     available = capacity_bytes(model, config) - weights if asleep else free_bytes(model, config)
     available -= sum(on_host.values()) // len(devices_of(model.mesh)) if shared else 0
     if limits.device_memory is not None:
@@ -223,14 +224,9 @@ def _pages_on_host(
     Raises ValueError, BudgetError.
     """
     host_kv, offload, size = limits.host_kv, limits.kv_offload, bytes_of_page(layout.host_page)
+    of_state = pages_of_state(layout.host_page, layout.host_states)
     given = {"host_kv": host_kv, "disk_kv": limits.disk_kv}
     tiers = {name: value for name, value in given.items() if value is not None}
-    for name, value in tiers.items():
-        if states := layout.config.state_layers:
-            raise ValueError(
-                f"{name}={value} is not implemented for models with recurrent states, such as that of layer "
-                f"{states[0]}: their pages are of no use without the states. Leave it out."
-            )
     if tiers and not config.prefix_caching:
         name, value = next(iter(tiers.items()))
         raise ValueError(
@@ -243,10 +239,11 @@ def _pages_on_host(
                 f"{name}={limit}: {exact_bytes(max(min(rooms), 0))} of the host's memory are free: lower it, or close "
                 f"another model.{host_budget().report}"
             )
-        if limit is not None and limit < size:
+        if limit is not None and limit < (least := (1 + of_state) * size):
+            what = f"one page of {config.page_size} tokens" + (" and a recurrent state" if of_state else "")
             raise ValueError(
-                f"{name}={limit} has no room for one page of {config.page_size} tokens, which takes "
-                f"{exact_bytes(size)}: raise it, lower page_size, or leave it out."
+                f"{name}={limit} has no room for {what}, which {'take' if of_state else 'takes'} {exact_bytes(least)}: "
+                "raise it, lower page_size, or leave it out."
             )
     if offload is not None:
         shared = shares_memory(layout.platform)
@@ -254,7 +251,8 @@ def _pages_on_host(
         return 0, {ON_HOST: offload, **moving}
     if not tiers:
         return 0, {}
-    moving = {MOVING: (2 * config.pages_per_sequence + MAX_WRITES * MOVES[-1] * len(tiers)) * size}
+    read, written = config.pages_per_sequence + of_state, MAX_WRITES * max(MOVES[-1], of_state)
+    moving = {MOVING: (2 * read + written * len(tiers)) * size}
     if host_kv is None:
         return 0, moving
     return host_kv // aligned(size, ARRAY_ALIGNMENT) or 1, {ON_HOST: host_kv, **moving}
@@ -405,6 +403,11 @@ def workspace_bytes(
 def state_bytes(layout: DeviceLayout) -> int:
     """The bytes of each device for the recurrent states of all slots and snapshots."""
     return part_bytes([cache for cache in layout.caches if isinstance(cache, RecurrentState)])
+
+
+def _row_bytes(layout: DeviceLayout) -> int:
+    """The bytes of each device for one of these states."""
+    return state_bytes(layout) // (layout.engine.max_batch + 1 + layout.num_snapshots)
 
 
 def part_bytes(tree: Any) -> int:

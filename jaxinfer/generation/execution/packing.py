@@ -1,6 +1,7 @@
 """Packs a batch, padded to its buckets, into arrays on the host: the inputs of commands."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, PageBlock, Restored
+from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, PageBlock, Restored, RestoredState
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.execution.commands import Command
 from jaxinfer.generation.execution.layout import DeviceLayout
@@ -17,12 +18,14 @@ from jaxinfer.generation.execution.programs.copy_pages import CopyPages
 from jaxinfer.generation.execution.programs.copy_states import CopyStates
 from jaxinfer.generation.execution.programs.embed import EncoderSizes
 from jaxinfer.generation.execution.programs.gather_pages import GatherPages
+from jaxinfer.generation.execution.programs.gather_states import GatherStates
 from jaxinfer.generation.execution.programs.passes import Pass
 from jaxinfer.generation.execution.programs.pipeline import RingSchedule
 from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
 from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.programs.ring import decode_sizes, prefill_sizes
 from jaxinfer.generation.execution.programs.scatter_pages import ScatterPages
+from jaxinfer.generation.execution.programs.scatter_states import ScatterStates
 from jaxinfer.generation.execution.slices import SlicePages, in_slice
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.generation.sampling.arrays import RowOptions, idle_options, sampling_arrays
@@ -66,19 +69,23 @@ class Packer:
     def __init__(self, layout: DeviceLayout, buckets: Buckets, processors: Iterable[str]):
         self.layout, self.buckets, self._processors = layout, buckets, tuple(processors)
         self._nowhere = layout.engine.max_batch  # a slot that no request has
+        self._first_snapshot = layout.engine.max_batch + 1  # in the rows of states
 
     def changes(self, batch: Batch) -> list[Command]:
         """The commands that prepare the state for a batch: adapters come, pages are copied, slots are filled.
 
-        Pages are read for the host before any is written, and come from the host after copies have read theirs.
+        Pages are read for the host before any is written, and come from the host after copies have read theirs. So do
+        snapshots; but those of the step before are copied first, and slots take theirs last.
         """
         commands = [
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
         ]
-        if self.layout.num_snapshots:
-            commands += self._state_copies(batch)
-        if batch.stored:
+        if batch.snapshots:
+            first = self._first_snapshot
+            copies = [[(slot, first + place) for slot, place in lane.snapshots] for lane in batch.lanes]
+            commands.append(self._copy_states(copies))
+        if batch.keeps:
             commands += self._gathers(batch)
         copies, admissions = ([lane.copies for lane in batch.lanes], [lane.admissions for lane in batch.lanes])
         if count := max(map(len, copies)):
@@ -87,6 +94,12 @@ class Packer:
         if batch.restored:
             for restored in itertools.zip_longest(*[lane.restored for lane in batch.lanes]):
                 commands += self._scatters(restored)
+        if batch.restored_states:
+            for states in itertools.zip_longest(*[lane.restored_states for lane in batch.lanes]):
+                commands.append(self._scatter_states(states))
+        if any(used := [lane.used_snapshots for lane in batch.lanes]):
+            copies = [[(self._first_snapshot + place, slot) for place, slot in lane] for lane in used]
+            commands.append(self._copy_states(copies))
         if count := max(map(len, admissions)):
             count = round_up(count, self.buckets.admissions)
             commands.append(Command(Admit(count=count), _join([self._admissions(lane, count) for lane in admissions])))
@@ -118,27 +131,38 @@ class Packer:
         )
         return Command(sizes, inputs)
 
-    def _state_copies(self, batch: Batch) -> list[Command]:
-        """The commands that copy recurrent states: to snapshots, and then from them, perhaps the same, to slots."""
-        first, count = self.layout.engine.max_batch + 1, self.layout.engine.max_batch
-        saved = [[(slot, first + place) for slot, place in lane.snapshots] for lane in batch.lanes]
-        used = [[(first + place, slot) for place, slot in lane.used_snapshots] for lane in batch.lanes]
+    def _copy_states(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> Command:
+        """The command that copies recurrent states in each lane. lanes: (source, target) rows."""
 
         def pack(copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
             source, target = zip(*copies, strict=True) if copies else ((), ())
+            count = self.layout.engine.max_batch
             return _padded(source, count, -1), _padded(target, count, -1)
 
-        return [Command(CopyStates(), _join([pack(lane) for lane in lanes])) for lanes in (saved, used) if any(lanes)]
+        return Command(CopyStates(), _join([pack(lane) for lane in lanes]))
 
     def _gathers(self, batch: Batch) -> list[Command]:
-        """The commands that copy pages for the host."""
+        """The commands that copy pages and snapshots for the host."""
         pages = [[page for page, _ in lane.stored] for lane in batch.lanes]
         commands, start = [], 0
         for count in self.buckets.moves_of(max(map(len, pages))):
             parts = [lane[start : start + count] for lane in pages]
             commands.append(Command(GatherPages(count=count), (_join([_padded(part, count, 0) for part in parts]),)))
             start += count
+        for states in itertools.zip_longest(*[lane.stored_states for lane in batch.lanes]):
+            rows = [0 if state is None else self._first_snapshot + state.place for state in states]
+            commands.append(Command(GatherStates(), (np.array(rows, np.int32),)))
         return commands
+
+    def _scatter_states(self, lanes: Sequence[RestoredState | None]) -> Command:
+        """The command that puts a state from the host into a snapshot, at most one of each lane."""
+        nowhere = self._first_snapshot + self.layout.num_snapshots
+        rows = [nowhere if lane is None else self._first_snapshot + lane.snapshot for lane in lanes]
+        like = next(lane.block for lane in lanes if lane)
+        blocks = [jax.tree.map(np.zeros_like, like) if lane is None else lane.block for lane in lanes]
+        # In each stage, the lanes one after the other.
+        join = functools.partial(jax.tree.map, lambda *each: np.stack(each, axis=1).reshape(-1, *each[0].shape[2:]))
+        return Command(ScatterStates(), (np.array(rows, np.int32), join(*blocks)))
 
     def _scatters(self, lanes: Sequence[Restored | None]) -> list[Command]:
         """The commands that put pages from the host into the cache, at most one sequence's of each lane."""

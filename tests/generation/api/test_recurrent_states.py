@@ -182,7 +182,7 @@ def test_speculation_and_adapters_in_every_way(folder, adapters, whole, equipped
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host_kv": "1MiB"}, r"host_kv=1048576 is not implemented for models with recurrent states.* layer 0: "),
+        ({"kv_offload": "1MiB", "weights": "disk"}, "kv_offload is not implemented for .* with recurrent states"),
         ({"mesh": MeshConfig(tensor=4)}, "the 2 key heads of a delta rule do not divide over 4 devices.*works is 2"),
     ],
 )

@@ -21,10 +21,12 @@ from jaxinfer.generation.execution.programs import (
     decode,
     experts,
     gather_pages,
+    gather_states,
     place_adapter,
     prefill,
     ring,
     scatter_pages,
+    scatter_states,
     slice_pages,
 )
 from jaxinfer.streaming.config import LayerRange
@@ -54,5 +56,5 @@ def state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """The programs that change a decoder's state between passes, or copy pages from it."""
     if layout.slice_pages:  # the host copies pages, where they are
         return [*(file.spec(layout) for file in (admit, place_adapter)), *slice_pages.specs(layout)]
-    files = admit, copy_pages, copy_states, gather_pages, scatter_pages, place_adapter
+    files = admit, copy_pages, copy_states, gather_pages, gather_states, scatter_pages, scatter_states, place_adapter
     return [file.spec(layout) for file in files]
