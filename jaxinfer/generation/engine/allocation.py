@@ -256,6 +256,8 @@ class Allocator:
                 if (taken := self._restore_state(allocation, load, match)) is not None:
                     return taken
             pages.release(match.pages)
+        if self.snapshots is not None:
+            allocation.load = None
         match = self._match(sequence, reusable, spare)
         if match is None:
             return None

@@ -69,7 +69,7 @@ class Restoring:
         """Note that a sequence has left the pages up to this node, which have been computed or are in flight."""
         path, wants = [], self.tier.wants_early
         while isinstance(node, Node):
-            if self._pages_wanted(node, wants) or self._state_wanted(node, wants):
+            if self._page_wanted(node, wants) or self._state_wanted(node, wants) is not None:
                 path.append(node)
             node = node.parent
         self._early.extend(reversed(path))
@@ -83,7 +83,7 @@ class Restoring:
         pages, states = dict[bytes, int](), dict[bytes, int]()
 
         def store(node: Node, wants: Callable[[bytes], bool]) -> None:
-            if self._pages_wanted(node, wants):
+            if self._page_wanted(node, wants):
                 pages[pool.key_of(node)] = node.page
             if (place := self._state_wanted(node, wants)) is not None:
                 states[pool.key_of(node)] = place
@@ -108,7 +108,7 @@ class Restoring:
         """Count the pages that these take in the tier."""
         return len(pages) + (0 if self._states is None else len(states) * self._states.count)
 
-    def _pages_wanted(self, node: Node, wants: Callable[[bytes], bool]) -> bool:
+    def _page_wanted(self, node: Node, wants: Callable[[bytes], bool]) -> bool:
         """Check whether a node's page is to come to the tier; without a state after it, it is of no use there."""
         return (self._snapshots is None or node.leads_to_state) and wants(self._pool.key_of(node))
 

@@ -40,6 +40,7 @@ class Snapshots:
         self._due: dict[int, int] = {}  # place -> slot whose states earlier steps have computed
         self._followed: set[Hashable] = set()  # nodes after whose snapshot the same conversation has taken a later one
         self._restored: set[int] = set()  # places that the step in preparation fills from a tier
+        self._used: set[int] = set()  # places that it copies to slots after that
         self._left: list[tuple[Hashable, int]] = []  # snapshots that gave way, and that still have their content
 
     def begin_step(self) -> None:
@@ -47,6 +48,7 @@ class Snapshots:
         self._due |= self._coming
         self._coming.clear()
         self._restored.clear()
+        self._used.clear()
 
     def covered(self, root: Hashable, tokens: Sequence[int]) -> int:
         """Count the leading tokens up to the last snapshot along them."""
@@ -76,6 +78,7 @@ class Snapshots:
         place = self._places.get(node)
         if place is None:
             return None
+        self._used.add(place)
         if not extends or self._pool.branches(node):
             self._places.move_to_end(node)
             self._followed.discard(node)
@@ -103,9 +106,8 @@ class Snapshots:
         else:
             oldest = self._oldest()
             place = self._places.pop(oldest)
-            if self._is_wanted(oldest) and place not in self._coming and place not in self._restored:
+            if self._is_wanted(oldest):
                 self._left.append((oldest, place))
-            self._coming.pop(place, None)
             self._followed.discard(oldest)
         self._places[node] = place
         at: Hashable = node
@@ -134,8 +136,13 @@ class Snapshots:
         return left
 
     def _oldest(self) -> Hashable:
-        """The node whose snapshot gives way: one that has left the tree, or the least recently used."""
-        return next((node for node in self._places if not self._pool.has(node)), next(iter(self._places)))
+        """The node whose snapshot gives way: one that has left the tree, or the least recently used.
+
+        None of those that the step in preparation fills or uses: these are at most two for each slot.
+        """
+        busy = self._coming.keys() | self._restored | self._used
+        old = [node for node, place in self._places.items() if place not in busy]
+        return next((node for node in old if not self._pool.has(node)), old[0])
 
     def take_due(self) -> tuple[tuple[int, int], ...]:
         """The (slot, place) of the snapshots that the step in preparation copies before anything else."""

@@ -21,10 +21,11 @@ from tests.generation.ways import with_costs
 from tests.tiny import HYBRID, save_tiny
 
 PAGE = 16 * HYBRID.layer(1).attention.kv_values * 4
-PROMPTS = [np.random.default_rng(seed).integers(0, 250, 60).tolist() for seed in range(6)]
-"""Of three pages before a snapshot: the devices have room for two with what follows, and snapshots of four."""
-PAGES = 10
+PROMPTS = [np.random.default_rng(seed).integers(0, 250, 100).tolist() for seed in range(6)]
+"""Of six pages before a snapshot: the devices have room for two with what follows, and snapshots of four."""
+PAGES = 16  # as other engines of these sizes have, so that they share programs
 LIMIT = 400 * PAGE
+SHORT = [prompt[:60] for prompt in PROMPTS]
 PARAMS = dataclasses.replace(GREEDY, logprobs=0)
 WITHOUT_CACHE = dataclasses.replace(PARAMS, prompt_logprobs=0)
 
@@ -87,9 +88,9 @@ def restored(stats):
 def test_prompts_that_were_forgotten_go_on_from_their_states(llm, expected):
     before, state = llm.stats(), llm.engine._restoring[0]._states.count
     assert [turn(llm, prompt) for prompt in PROMPTS] == [(wanted, 0) for wanted in expected]
-    assert [turn(llm, prompt) for prompt in PROMPTS] == [(wanted, 48) for wanted in expected]
+    assert [turn(llm, prompt) for prompt in PROMPTS] == [(wanted, 96) for wanted in expected]
     after = llm.stats()
-    assert (after.host_kv.read_back - before.host_kv.read_back) == 6 * (3 + state)
+    assert (after.host_kv.read_back - before.host_kv.read_back) == 6 * (6 + state)
     assert (after.host_kv.hits - before.host_kv.hits) == 6
     assert after.compile_misses == before.compile_misses
     llm.engine.scheduler.check_integrity()
@@ -109,7 +110,7 @@ def test_the_state_is_what_tokens_come_from(llm, expected, monkeypatch):
 
     monkeypatch.setattr(StatePages, "unpack", other)
     found, cached = turn(llm, PROMPTS[0])
-    assert cached == 48
+    assert cached == 96
     assert found != expected[0]
 
 
@@ -129,7 +130,7 @@ def test_a_failed_step_loses_no_state_of_the_host(llm, expected, monkeypatch):
         turn(llm, prompt)
     fail_one_launch(llm.engine.executor, monkeypatch)
     llm.generate([PROMPTS[5]], GREEDY)
-    assert turn(llm, PROMPTS[0]) == (expected[0], 48)
+    assert turn(llm, PROMPTS[0]) == (expected[0], 96)
 
 
 def test_the_next_process_goes_on_from_states(folder, expected, tmp_path):
@@ -138,13 +139,13 @@ def test_the_next_process_goes_on_from_states(folder, expected, tmp_path):
         state = first.engine._restoring[0]._states.count
         assert [turn(first, prompt)[0] for prompt in PROMPTS[:2]] == expected[:2]
         first.engine.page_tier.settle()
-        assert first.stats().disk_kv.stored == 2 * (3 + state)  # no page after the state
+        assert first.stats().disk_kv.stored == 2 * (6 + state)  # no page after the state
     with make(folder, **on_disk(tmp_path), host_kv=LIMIT) as later:
         longer = [*PROMPTS[0], *(token for token, _ in expected[0]), 1, 2, 3]
-        assert turn(later, longer)[1] == 48
-        assert turn(later, PROMPTS[1]) == (expected[1], 48)
+        assert turn(later, longer)[1] == 96
+        assert turn(later, PROMPTS[1]) == (expected[1], 96)
         kept = later.stats()
-        assert restored(kept.disk_kv) == (2 * (3 + state), 2)
+        assert restored(kept.disk_kv) == (2 * (6 + state), 2)
         assert kept.host_kv.read_back == 0
 
 
@@ -162,8 +163,8 @@ def test_every_way(folder, tmp_path, way, tier):
 
     def chats(llm):
         """What follows each prompt, and then what follows all that and more."""
-        first = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-        longer = [prompt + found + [n] * 16 for n, (prompt, found) in enumerate(zip(PROMPTS, first, strict=True))]
+        first = [output.outputs[0].token_ids for output in llm.generate(SHORT, params)]
+        longer = [prompt + found + [n] * 16 for n, (prompt, found) in enumerate(zip(SHORT, first, strict=True))]
         return first, [output.outputs[0].token_ids for output in llm.generate(longer, params)]
 
     expected = chats(plain)
@@ -184,11 +185,11 @@ def test_every_way(folder, tmp_path, way, tier):
 def test_sequences_that_give_way_go_on_from_the_state_of_their_prompt(folder):
     """The devices have pages for one sequence, and the prompt of another."""
     params = dataclasses.replace(GREEDY, max_tokens=60)
-    llm = make(folder, host_kv=LIMIT, max_batch=4, cache_bytes=11 * PAGE)
-    expected = [llm.generate([prompt], dataclasses.replace(params, prompt_logprobs=0)) for prompt in PROMPTS]
+    llm = make(folder, host_kv=LIMIT, cache_bytes=9 * PAGE)
+    expected = [llm.generate([prompt], dataclasses.replace(params, prompt_logprobs=0)) for prompt in SHORT]
     llm.engine.scheduler.restart()
     llm.engine.page_tier.free_memory()
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(SHORT, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for (o,) in expected]
     assert llm.stats().preemptions > 0
     assert llm.stats().host_kv.read_back > 0
@@ -222,15 +223,15 @@ def test_sessions_of_a_killed_process_go_on(folder, expected, tmp_path, damaged,
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     llm = make(folder, **on_disk(tmp_path))
-    cached = 0 if damaged else 48
+    cached = 0 if damaged else 96
     assert [turn(llm, prompt) for prompt in PROMPTS[:2]] == [(wanted, cached) for wanted in expected[:2]]
     assert ("is not used, and deleted: it is damaged" in caplog.text) == damaged
     if damaged:  # what is missing is written anew
-        for _ in range(12):  # each load names one
+        for _ in range(12):  # each load finds one
             llm.engine.page_tier.settle()
             llm.engine.scheduler.restart()
             last = turn(llm, PROMPTS[0])
-        assert last == (expected[0], 48)
+        assert last == (expected[0], 96)
 
 
 @pytest.mark.parametrize(

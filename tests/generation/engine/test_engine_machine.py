@@ -315,17 +315,27 @@ def test_random_requests(engines, alone, name):
 
 
 @pytest.fixture(scope="module")
-def with_states(tmp_path_factory):
-    """Engines on a model with recurrent states, without and with speculation; and another without a prefix cache."""
+def with_states(tmp_path_factory, full_disk):
+    """Engines on a model with recurrent states, without and with speculation and tiers; and another without a cache."""
     folder = save_tiny(tmp_path_factory.mktemp("hybrid") / "model", config=HYBRID)
     pair = functools.partial(make_pair, load_model(folder), Tokenizer.from_folder(folder))
     plain = pair(dataclasses.replace(SMALL_CONFIG, prefix_caching=False))[True]
     speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3)
-    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative)}, Alone(plain)
+    hosted = pair(speculative, host_pages=60)
+    for engine in hosted.values():
+        engine.page_tier._read = slow_and_failing(engine.page_tier._read)
+    disks = [BadDisk(tmp_path_factory.mktemp("states") / "kv", max_bytes=10 * MAX_BYTES) for _ in range(2)]
+    return {
+        "plain": pair(SMALL_CONFIG),
+        "speculative": pair(speculative),
+        "host": hosted,
+        "disk": pair(SMALL_CONFIG, disk_kv=disks[0]),
+        "both": pair(SMALL_CONFIG, host_pages=60, disk_kv=disks[1]),
+    }, Alone(plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "speculative"])
+@pytest.mark.parametrize("name", ["plain", "speculative", "host", "disk", "both"])
 @pytest.mark.parametrize(("examples", "derandomize"), [(6, True), (60, False)])
 def test_random_requests_of_a_model_with_states(with_states, name, examples, derandomize):
     engines, alone = with_states

@@ -1,23 +1,30 @@
 """The scheduler against a device that keeps, for every place in the cache, the text up to there."""
 
+import functools
 import itertools
 from collections import deque
 from random import Random
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled import Costs
-from jaxinfer.generation.engine.batch import SequenceOutput, StepOutput
+from jaxinfer.futures import InterruptibleFuture
+from jaxinfer.generation.engine.batch import PageBlock, SequenceOutput, StateBlock, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import SNAPSHOTS_PER_SEQUENCE, EngineConfig
+from jaxinfer.generation.engine.host_pages import HostPages
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.restoring import Restoring
 from jaxinfer.generation.engine.scheduler import PRIORITY_WEIGHT, DecoderScheduler
 from jaxinfer.generation.engine.snapshots import Snapshots
 from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.engine.state_pages import StatePages
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 
@@ -59,9 +66,11 @@ class States:
     def __init__(self):
         self.slots, self.snapshots = {}, {}
 
-    def change(self, batch):
+    def save(self, batch):
         for slot, place in batch.snapshots:
             self.snapshots[place] = self.slots[slot]
+
+    def use(self, batch):
         for place, slot in batch.used_snapshots:
             self.slots[slot] = self.snapshots[place]
 
@@ -70,6 +79,35 @@ class States:
         adapter = part.sequence.params.adapter
         assert start == 0 or self.slots[part.slot] == (adapter, tuple(text[:start]))
         self.slots[part.slot] = adapter, tuple(text[:stop])
+
+
+ID = np.empty((1, 1), np.int64)
+"""The shape of what the tier keeps of a page and of a state: a number for its texts."""
+
+
+class Worker:
+    """Does at once what a tier's thread does later, and says so late; every tenth read fails."""
+
+    def __init__(self, random):
+        self.random = random
+
+    def submit(self, call, *arguments):
+        fails = getattr(call, "func", None) is not None and self.random.random() < 0.1
+        return Late(fail if fails else functools.partial(call, *arguments), self.random)
+
+
+class Late(InterruptibleFuture):
+    def __init__(self, call, random):
+        super().__init__(call)
+        self.run()
+        self.random = random
+
+    def done(self):
+        return self.random.random() < 0.5
+
+
+def fail():
+    raise OSError("injected")
 
 
 class Device:
@@ -88,19 +126,39 @@ class Device:
         self.cache: dict[tuple[int, int], tuple] = {}
         self.texts: dict[int, list[int]] = {}
         self.active: dict[int, bool] = {}
+        self.kept = []  # what has come to the host, by the numbers that the tier has
 
     def run(self, batch):
         """Returns the new tokens of `batch.parts`, as a StepOutput."""
+        if self.states is not None:
+            self.states.save(batch)
+        stored = self._store(batch)
         read = [[(target, at, self.cache.get((source, at))) for at in range(PAGE)] for source, target in batch.copies]
         for target, at, text in itertools.chain(*read):
             self.cache[target, at] = text
+        for pages, block in batch.restored:
+            for page, (number,) in zip(pages, block.kv[0][0], strict=True):
+                if page >= 0:
+                    self.cache.update({(page, at): text for at, text in enumerate(self.kept[number])})
+        for place, block, _ in batch.restored_states:
+            self.states.snapshots[place] = self.kept[block.arrays[0].item()]
         if self.states is not None:
-            self.states.change(batch)
+            self.states.use(batch)
         for admission in batch.admissions:
             self.texts[admission.slot] = list(admission.token_ids)
             self.active[admission.slot] = admission.decodes
         tokens = self._prefill(batch) if batch.chunks else self._decode(batch)
-        return StepOutput(outputs=[SequenceOutput(token_ids=ids) for ids in tokens])
+        return StepOutput(outputs=[SequenceOutput(token_ids=ids) for ids in tokens], stored=[stored])
+
+    def _store(self, batch):
+        """Blocks with the numbers of what the batch stores."""
+        first = len(self.kept)
+        self.kept += [[self.cache.get((page, at)) for at in range(PAGE)] for page, _ in batch.stored]
+        pages = np.arange(first, len(self.kept)).reshape(1, -1, 1)
+        states = [self.states.snapshots[place] for place, _ in batch.stored_states]
+        self.kept += states
+        numbers = range(len(self.kept) - len(states), len(self.kept))
+        return [PageBlock((pages,)), *(StateBlock((np.full((1, 1, 1), number),)) for number in numbers)]
 
     def _prefill(self, batch):
         active = [self.active[row.slot] for row in batch.rows]
@@ -173,21 +231,39 @@ class Simulation:
         adapters=None,
         costs=None,
         step_seconds=0.01,
-        snapshots=0,
+        states=False,
+        host_pages=0,
         **config,
     ):
         options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
         self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
-        buckets, pool = Buckets.from_config(self.config), PagePool(pages, PAGE)
+        buckets = Buckets.from_config(self.config, moves=(2, 4))
+        pool = PagePool(pages, PAGE, (lambda root: repr(root).encode()) if host_pages else None)
         quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
         passes = PassCosts(costs or Costs.fixed(quick), speculative)
-        kept = Snapshots(snapshots, pool, self.config.chunk_size) if snapshots else None
+        size, snapshots, restoring = self.config.chunk_size, None, None
+        if states:
+            snapshots = Snapshots(SNAPSHOTS_PER_SEQUENCE * slots, pool, size, has_tier=host_pages > 0)
+        if host_pages:
+            with mock.patch("jaxinfer.generation.engine.host_pages.make_worker", return_value=Worker(random)):
+                self.tier = HostPages(host_pages, PageBlock((ID,)), buckets, Costs())
+            if random.random() < 0.5:  # as a disk does
+                self.tier.wants_early = self.tier.wants
+            of_states = StatePages(PageBlock((ID,)), StateBlock((ID,)), buckets) if states else None
+            restoring = Restoring(pool, self.tier, passes, size, snapshots, of_states)
         self.scheduler = DecoderScheduler(
-            self.config, buckets, pool, adapters, costs=passes, snapshots=kept, step_seconds=step_seconds
+            self.config,
+            buckets,
+            pool,
+            adapters,
+            costs=passes,
+            restoring=restoring,
+            snapshots=snapshots,
+            step_seconds=step_seconds,
         )
         self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
-        self.device.states = States() if snapshots else None
+        self.device.states = States() if states else None
         self.in_flight = in_flight
         self.steps = deque()
         self.sequences: list[Sequence] = []
@@ -313,7 +389,8 @@ def test_every_request_ends_with_the_text_it_has_alone(seed):
         in_flight=random.randint(0, 2),
         token_budget=random.choice([8, 16, 64]),
         prefix_caching=states or random.random() < 0.7,
-        snapshots=random.randint(1, 5) if states else 0,
+        states=states,
+        host_pages=random.choice([0, 0, 12, 40, 200]),
     )
     for number in range(random.randint(3, 14)):
         if number == 3:  # later ones of a higher priority now get the orders of earlier ones
@@ -384,7 +461,7 @@ def test_completions_of_one_prompt_share_its_pages():
 
 
 def test_completions_of_one_prompt_begin_with_its_snapshot():
-    simulation = Simulation(Random(0), slots=3, pages=30, snapshots=4)
+    simulation = Simulation(Random(0), slots=3, pages=30, states=True)
     for _ in range(2):
         simulation.add([0, 1, 2] * 7, n=3)
     simulation.finish()
@@ -392,7 +469,7 @@ def test_completions_of_one_prompt_begin_with_its_snapshot():
 
 
 def test_a_conversation_goes_on_from_its_snapshot_and_others_from_what_they_share():
-    simulation = Simulation(Random(0), slots=1, pages=30, snapshots=3)
+    simulation = Simulation(Random(0), slots=1, pages=30, states=True)
     system, rest = [0, 1, 2] * 4, [1, 1, 2, 2] * 3
 
     def cached(prompt):

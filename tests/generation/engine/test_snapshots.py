@@ -54,7 +54,9 @@ def test_the_least_recently_used_gives_way(pool):
     first, second, third = (fill(pool, [n] * 4)[-1] for n in (1, 2, 3))
     snapshots.take(first, 0)
     snapshots.take(second, 0)
+    snapshots.begin_step()
     snapshots.use(first, extends=False)
+    snapshots.begin_step()
     snapshots.take(third, 0)
     assert [snapshots.covered("root", [n] * 4) for n in (1, 2, 3)] == [4, 0, 4]
     snapshots.check_integrity()
@@ -69,7 +71,9 @@ def test_that_of_an_earlier_turn_gives_way_before_others_unless_prompts_part_the
         snapshots.take(other, 0)
         for follows in (3, 4) if parts else (3,):
             fill(pool, [1] * 4 + [follows] * 4)
+        snapshots.begin_step()
         snapshots.use(earlier, extends=True)
+        snapshots.begin_step()
         snapshots.take(fill(pool, [1] * 4 + [3] * 4)[-1], 0)
         assert snapshots.covered("root", [1] * 4) == (4 if parts else 0)
         assert snapshots.covered("root", [2] * 4) == (0 if parts else 4)
@@ -80,8 +84,23 @@ def test_those_of_pages_that_are_gone_give_way_first(pool):
     gone, kept = fill(pool, [1] * 4)[-1], fill(pool, [2] * 4)[-1]
     snapshots.take(kept, 0)
     snapshots.take(gone, 0)
+    snapshots.begin_step()
     pages = pool.allocate(14)  # all but those of the second
     pool.release(pages[2:])
     assert not pool.has(gone)
     snapshots.take(fill(pool, [3] * 4)[-1], 0)
     assert snapshots.covered("root", [2] * 4) == 4
+
+
+def test_none_gives_way_that_the_step_uses(pool):
+    """One that comes from a tier is written before those in use are copied to slots."""
+    snapshots = Snapshots(4, pool, CHUNK)
+    nodes = [fill(pool, [n] * 4)[-1] for n in range(1, 7)]
+    for node in nodes[:4]:
+        snapshots.take(node, 0)
+    snapshots.begin_step()
+    used = [snapshots.use(node, extends=True) for node in nodes[:2]]
+    given = [snapshots.restore(node) for node in nodes[4:]]
+    assert sorted(used + given) == [0, 1, 2, 3]
+    assert [snapshots.use(node, extends=False) for node in nodes[4:]] == given
+    snapshots.check_integrity()
