@@ -86,7 +86,7 @@ def test_joined_tensors_may_be_divided_in_any_way():
         plan(family, config, shapes | {part.format("q"): (31, 1, 4)})
 
 
-@pytest.mark.parametrize("hf", [{}, {"model_type": "rwkv"}, {"model_type": ["llama"]}])
+@pytest.mark.parametrize("hf", [{}, {"model_type": "ctrl"}, {"model_type": ["llama"]}])
 def test_unknown_model_type_names_the_known(hf):
     with pytest.raises(ValueError, match=r"model_type=.*not implemented; known: afmoe, .*roberta"):
         family_of(hf)
@@ -304,6 +304,7 @@ def test_old_and_new_rope_spellings_agree():
     assert modern == config_of("llama_llama3", rope_parameters=None, rope_theta=500_000, rope_scaling=old)
     assert modern.positions[0].scaling == RopeScaling(kind="llama3", factor=8.0, original_context=16)
     assert modern.positions[0].theta == 500_000.0
+    assert modern == config_of("llama_llama3", rope_parameters=new | {"max_position_embeddings": 64})
 
 
 def test_yarn_attention_factor():

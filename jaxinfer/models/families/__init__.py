@@ -108,28 +108,44 @@ STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, y
 _LATENT, _INDEXED = "multi-head latent attention", "attention to the tokens that an indexer chooses"
 _SINKS, _STATES = "attention sinks", "state-space layers (Mamba-2)"
 _SHARED_KV, _LAYER_INPUTS = "layers that use the keys and values of others", "layer inputs from a second table"
+_STREAMS, _DECAYS = "several residual streams", "a delta rule whose decay differs between features"
+_CLAMPED = "the activation that swiglu_limit clamps"
 REFUSED = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu"), (_LATENT,)),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu", "kimi_k25"), (_LATENT,)
+    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (_LATENT, _INDEXED)),
     "longcat_flash": (_LATENT, "layers of two attentions and two MLPs", "experts that return their input"),
-    "kimi_linear": (_LATENT, "a delta rule whose decay differs between features"),
+    "kimi_linear": (_LATENT, _DECAYS),
+    "mistral_large4": (_LATENT, _INDEXED, _SHARED_KV),
+    "glm5_next": (_LATENT, _INDEXED, _DECAYS),
+    "hy_v4": (_INDEXED, _STREAMS),
+    "minimax_m3_vl": ("attention to the blocks that an indexer chooses", _CLAMPED),
+    "deepseek_v4": ("attention to compressed keys and values", _STREAMS),
+    "qwen4_exp": (_STREAMS, "layer inputs from tables of n-grams"),
+    "qwen3_vl_moe": ("experts whose matrices are [inputs, outputs]",),
     "gpt_oss": (
         _SINKS,
         "a router with biases",
         "experts with biases whose matrices are [inputs, outputs], gate and up alternating",
-        "the activation that swiglu_limit clamps",
+        _CLAMPED,
         "weights in mxfp4",
     ),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), (_SINKS,)),
     "mimo_v2_flash": (_SINKS, "values that are narrower than keys"),
     **dict.fromkeys(("gemma4", "gemma4_text"), (_SHARED_KV, _LAYER_INPUTS, "norms of values")),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), (_SHARED_KV, _LAYER_INPUTS, "several residual streams")),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), (_SHARED_KV, _LAYER_INPUTS, _STREAMS)),
     **dict.fromkeys(("llama4", "llama4_text"), ("attention inside of blocks", "experts whose inputs are scaled")),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("layers of short convolutions",)),
-    **dict.fromkeys(("bamba", "granitemoehybrid"), (_STATES,)),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), (_STATES,)),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), ("state-space layers (Mamba)",)),
     "nemotron_h": (_STATES, "layers of one mixer or one MLP"),
     "falcon_h1": (_STATES, "state-space layers beside attention"),
     "minimax": ("linear attention with a fixed decay",),
+    "recurrent_gemma": ("recurrent layers (RG-LRU)",),
+    **dict.fromkeys(("rwkv", "xlstm"), ("recurrent layers of their own",)),
+    "blt": ("patches of bytes",),
+    "dory": ("layers that run several times",),
     "phimoe": ("a router that masks by sparsemixer",),
 }
 """Families that are known and not implemented, and what they need that is missing."""

@@ -271,6 +271,7 @@ class Fields:
             refuse(f"{self.file}: {name}.rope_type={shown(kind)} is not implemented; known: {', '.join(_ROPE_FIELDS)}.")
             return None
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
+        known.add("max_position_embeddings")  # a copy of the config's that nothing reads
         if unknown := sorted(rope.values.keys() - known):
             refuse(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
         if kind == "default":

@@ -17,7 +17,7 @@ _ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_OWN = ("llama_4_scaling_beta", "max_position_embeddings")  # fields of its rope_parameters that no other family has
+_OWN = "llama_4_scaling_beta"  # the field of its rope_parameters that no other family has
 
 
 def config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -26,9 +26,9 @@ def config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     name = fields.one_spelling("rope_parameters", "rope_scaling")
     rope = Fields(fields.optional(dict, name) or _ROPE, f"config.json: {name}")
-    others = {key: value for key, value in rope.values.items() if key not in _OWN}
+    others = {key: value for key, value in rope.values.items() if key != _OWN}
     base = llama.base_config(hf | {name: others}).with_attention(window=fields.optional(int, "sliding_window"))
-    beta = rope.optional(float, "llama_4_scaling_beta")
+    beta = rope.optional(float, _OWN)
     if beta is None:
         return base
     original = rope.integer("original_max_position_embeddings", least=1)
