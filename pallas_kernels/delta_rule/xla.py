@@ -26,42 +26,45 @@ def gated_delta_rule(
     key_dim: int,
 ) -> tuple[jax.Array, RecurrentState]:
     """Compute `api.gated_delta_rule` without a window; `kept` as in the reference, for rows of different slots."""
-    real, shape = positions >= 0, cache.state.shape[1:]
-    begins = positions[:, 0] == 0
+    real, begins = positions >= 0, positions[:, 0] == 0
+    x, conv = convolve(qkv, conv_weight, cache.conv, slot, positions, kept)
+    inputs = (*split(x, cache.state.shape[1:], key_dim), decay, beta)
     if qkv.shape[1] == 1:
-        x, conv = convolve_single_tokens(qkv, conv_weight, cache.conv, slot, positions)
         before = _from_zero(cache.state[slot], begins)
-        output, state = _step(before, *split(x, shape, key_dim), decay[:, 0], beta[:, 0], real[:, 0])
+        output, state = _step(before, *(x[:, 0] for x in inputs), real[:, 0])
         return output[:, None], RecurrentState(conv, cache.state.at[slot].set(state))
-
     if kept is not None:
-        x, conv = _convolve(_from_zero(cache.conv[slot], begins), qkv, conv_weight, kept)
-        output, state = _with_guesses(cache.state, slot, begins, real, kept, *split(x, shape, key_dim), decay, beta)
-        return output, RecurrentState(cache.conv.at[slot].set(conv), state)
-
-    def convolve(conv: jax.Array, row: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        at, is_first, inputs, count = row
-        before = _from_zero(conv[at][None], is_first[None])
-        x, after = _convolve(before, inputs[None], conv_weight, count[None])
-        return conv.at[at].set(after[0]), x[0]
-
-    conv, x = lax.scan(convolve, cache.conv, (slot, begins, qkv, jnp.sum(real, axis=1)))
-    output, state = _chunks(cache.state, slot, begins, real, *split(x, shape, key_dim), decay, beta)
+        output, state = _with_guesses(cache.state, slot, begins, real, kept, *inputs)
+    else:
+        output, state = _chunks(cache.state, slot, begins, real, *inputs)
     return output, RecurrentState(conv, state)
 
 
-def convolve_single_tokens(
-    qkv: jax.Array, conv_weight: jax.Array, conv: jax.Array, slot: jax.Array, positions: jax.Array
+def convolve(
+    qkv: jax.Array,
+    conv_weight: jax.Array,
+    conv: jax.Array,
+    slot: jax.Array,
+    positions: jax.Array,
+    kept: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of one token of each row, float32 [B, Hk, F], and the inputs of all slots with the new ones.
+    """The convolution of rows, float32 [B, T, Hk, F], and the inputs of all slots with the new ones.
 
-    Arguments as of `api`, with T = 1. conv: [S, L - 1, Hk, F].
+    Arguments as of `gated_delta_rule`. conv: [S, L - 1, Hk, F].
     """
-    before = _from_zero(conv[slot], positions[:, 0] == 0)
-    window = jnp.concatenate([before, qkv.astype(conv.dtype)], axis=1)
-    after = jnp.where(positions[:, :, None, None] >= 0, window[:, 1:], before)
-    terms = (window[:, j].astype(jnp.float32) * conv_weight[..., j] for j in range(window.shape[1]))
-    return sum(terms), conv.at[slot].set(after)  # type: ignore[return-value]
+    begins, count = positions[:, 0] == 0, jnp.sum(positions >= 0, axis=1) if kept is None else kept
+    if kept is not None or qkv.shape[1] == 1:  # rows of different slots
+        x, after = _convolve(_from_zero(conv[slot], begins), qkv, conv_weight, count)
+        return x, conv.at[slot].set(after)
+
+    def row(conv: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        at, *of_row = inputs
+        is_first, tokens, length = (x[None] for x in of_row)
+        x, after = _convolve(_from_zero(conv[at][None], is_first), tokens, conv_weight, length)
+        return conv.at[at].set(after[0]), x[0]
+
+    conv, x = lax.scan(row, conv, (slot, begins, qkv, count))
+    return x, conv
 
 
 def _from_zero(x: jax.Array, begins: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.pallas_kernels.delta_rule.recurrent_state import RecurrentState
-from jaxinfer.pallas_kernels.delta_rule.xla import convolve_single_tokens
+from jaxinfer.pallas_kernels.delta_rule.xla import convolve
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, full, load, load_broadcast, store
 from jaxinfer.pallas_kernels.mosaic.refs import Ref, gmem
@@ -100,9 +100,9 @@ def delta_rule_step(
         value_dim=value_dim,
         columns=columns,
     )
-    x, conv = convolve_single_tokens(qkv, conv_weight, cache.conv, slot, positions)
+    x, conv = convolve(qkv, conv_weight, cache.conv, slot, positions)
     state = jax.new_ref(cache.state)
-    small = (jax.nn.silu(x), jnp.exp(decay[:, 0]), beta[:, 0], slot, positions[:, 0])
+    small = (jax.nn.silu(x[:, 0]), jnp.exp(decay[:, 0]), beta[:, 0], slot, positions[:, 0])
     output = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.rows, heads, value_dim), jnp.float32),
