@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith
 
 from jaxinfer.pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
 from jaxinfer.pallas_kernels.mosaic.layout import broadcast, full, load
+from jaxinfer.pallas_kernels.mosaic.products import add_float32_product, split_bfloat16
 from jaxinfer.pallas_kernels.mosaic.refs import Ref
 from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
@@ -77,13 +78,8 @@ class Operand:
         row for all columns; scales, for a grouped format: one ref [outputs] per group of inputs.
         """
         lhs, rhs = load(weights, _lhs()), _load_x(x, _rhs(), acc)
-        if self.dtype != jnp.float32:
-            return plgpu.mma(acc, lhs, rhs)
-        # As in XLA's BF16_BF16_F32_X6: the six products that matter, the smallest first.
-        w_parts, x_parts = split_bfloat16(lhs), split_bfloat16(rhs)
-        for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
-            acc = plgpu.mma(acc, w_parts[i], x_parts[j])
-        return acc
+        multiply = add_float32_product if self.dtype == jnp.float32 else plgpu.mma
+        return multiply(acc, lhs, rhs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,16 +183,6 @@ def _multiply_exact(acc: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
     for part in reversed(split_bfloat16(x)) if x.dtype == jnp.float32 else [x]:
         acc = plgpu.mma(acc, w, part)
     return acc
-
-
-def split_bfloat16(x: jax.Array) -> list[jax.Array]:
-    """Split float32 x into three bfloat16 that add up to it exactly: eight of its 24 bits each."""
-    parts = []
-    for _ in range(2):
-        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
-        parts.append(high.astype(jnp.bfloat16))
-        x = x - high
-    return [*parts, x.astype(jnp.bfloat16)]
 
 
 def _levels(words: jax.Array, nibble: int, dtype: Any) -> jax.Array:

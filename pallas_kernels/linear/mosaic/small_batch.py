@@ -35,13 +35,13 @@ from jaxinfer.pallas_kernels.linear.mosaic.operands import (
     broadcast_columns,
     broadcast_outputs,
     operand_of,
-    split_bfloat16,
 )
 from jaxinfer.pallas_kernels.linear.mosaic.rows import NormRefs, prepare_rows, row_layout
 from jaxinfer.pallas_kernels.linear.mosaic.tiles import TILE_N, FusedLinear, Plan, plan_layer
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.cluster import meet, partial_results
 from jaxinfer.pallas_kernels.mosaic.layout import full, store, swizzled_tiles
+from jaxinfer.pallas_kernels.mosaic.products import split_bfloat16
 from jaxinfer.pallas_kernels.mosaic.refs import (
     Barrier,
     Index,
