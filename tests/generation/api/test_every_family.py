@@ -170,12 +170,15 @@ def test_speculation(name, model, monkeypatch):
 
 @goldens_of("int8 KV")
 def test_int8_kv(name, model):
-    """Log probabilities are close to those of float32, and not the same numbers.
+    """Most log probabilities are close to those of float32, and not the same numbers.
 
-    All are, but for tokens of a mixture whose rounded keys choose another expert: then most.
+    The rounded keys of a mixture's token may choose another expert. Three quarters of the errors are at most 0.02 in
+    the families that were measured. Scales of another page make them 0.047 or more, and those of another head, or
+    twice as large, more than that.
     """
-    errors = logprob_errors(LLM(model, kv_dtype="int8", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)
-    assert 0 < (np.quantile(errors, 0.75) if name in goldens.EXPERTS else errors.max()) < 0.15
+    options = ONE | {"page_size": 4}  # several pages, so that each scale must be its page's
+    errors = logprob_errors(LLM(model, kv_dtype="int8", **options), LLM(model, **options), GREEDY, PROMPTS)
+    assert 0 < np.quantile(errors, 0.75) < 0.03
 
 
 @pytest.mark.parametrize("name", ["gemma2_window"])
