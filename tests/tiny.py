@@ -54,6 +54,14 @@ TWO_WIDTHS = dataclasses.replace(
     CONFIG, pattern=(CONFIG.layer(0), CONFIG.layer(1).with_attention(kv_heads=1, head_dim=32))
 )
 """Layers whose pages differ: in their KV heads, their head size, and the bytes of a token."""
+SHARED_KV = dataclasses.replace(
+    TWO_WIDTHS,
+    layers=4,
+    pattern=tuple(
+        kind.with_attention(qk_norm=True, shares_kv=shares) for shares in (False, True) for kind in TWO_WIDTHS.pattern
+    ),
+)
+"""Two layers that use the keys and values of the two before them."""
 HYBRID = dataclasses.replace(
     CONFIG,
     layers=3,

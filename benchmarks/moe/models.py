@@ -76,7 +76,7 @@ def touched_experts(model: Decoder, rows: int, tokens: int = 64) -> float:
     counts = []
     for layer in model.layers:
         assert isinstance(layer.mlp, Moe)
-        heads, _, _ = layer.mixer.heads(x, layer.norm_before_attention, context)
+        heads, _ = layer.mixer.heads(x, layer.norm_before_attention, context)
         x = layer.add_attention(x, heads)
         routing = layer.mlp.router(layer.before_mlp(x).reshape(rows * tokens, -1), None)
         chosen = np.asarray(routing.experts).reshape(rows, tokens, -1)

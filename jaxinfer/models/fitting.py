@@ -90,8 +90,8 @@ class Fitting:
                 return mlp.hidden * (2 if part == "gate_up" and mlp.gated else 1)
             case "layers", layer, "attention", part:
                 attention = config.layer(int(layer)).attention
-                kv_heads, group = attention.kv_heads, attention.group
-                heads = {"qkv": kv_heads * (group + 2), "k_norm": kv_heads}.get(part, attention.q_heads)
+                kv_heads = attention.kv_heads
+                heads = {"qkv": kv_heads * attention.rows_per_kv_head, "k_norm": kv_heads}.get(part, attention.q_heads)
                 return heads * attention.head_dim
             case "layers", layer, "delta_rule", part:
                 mixer = config.layer(int(layer)).mixer
@@ -269,12 +269,14 @@ def _fit_heads(attention: AttentionConfig, ways: int, weights: WeightFormat) -> 
         real_kv_heads=None if kv_heads == (real := attention.kv_heads * copies) else real,
         real_q_heads=attention.q_heads,
     )
+    by_query = _features(queries.reshape(-1), attention.head_dim)
+    if attention.shares_kv:  # it is fitted as the layer that has its keys and values
+        return fitted, dict.fromkeys(("qkv", "gate", "out", "q_norm"), by_query)
     width = attention.group + 2  # of a KV head in qkv: its queries, its key, its value
     rows = [
         [*(_row(q, attention) for q in queries[head]), *(k if k < 0 else k * width + width - i for i in (2, 1))]
         for head, k in enumerate(keys)
     ]
-    by_query = _features(queries.reshape(-1), attention.head_dim)
     return fitted, {
         "qkv": _features(np.array(rows).reshape(-1), attention.head_dim),
         "gate": by_query,

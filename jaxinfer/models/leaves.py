@@ -66,7 +66,7 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
 
     return {
         f"{name}.{layer}": pages(config.layer(layer).attention)
-        for layer in range(config.layers)
+        for layer in config.cached_layers
         if config.layer(layer).has_attention
         for name in ("keys", "values")
     }

@@ -54,7 +54,8 @@ def _mixer(embed: int, mixer: Mixer) -> dict[str, Any]:
         )
     assert isinstance(mixer, AttentionConfig)
     return {
-        "kv_params": 2 * mixer.kv_heads * mixer.head_dim * embed,
+        "kv_params": 0 if mixer.shares_kv else 2 * mixer.kv_heads * mixer.head_dim * embed,
+        "shares_kv": mixer.shares_kv,
         "kv_values": mixer.kv_values,
         "kv_heads": mixer.kv_heads,
         "pair_flops": 4 * mixer.q_heads * mixer.head_dim,

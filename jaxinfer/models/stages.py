@@ -120,8 +120,8 @@ def stages_on(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Shar
 def divide(config: DecoderConfig, count: int) -> Stages:
     """Divide the layers of a model into so many stages, as evenly as they go, the first ones larger.
 
-    Raises ValueError if there are fewer layers than stages, or so many kinds of layers that each device would have as
-    many positions as the model has layers.
+    Raises ValueError if there are fewer layers than stages, so many kinds of layers that each device would have as many
+    positions as the model has layers, or layers that use keys and values of another stage.
     """
     if count > config.layers:
         raise ValueError(
@@ -131,15 +131,39 @@ def divide(config: DecoderConfig, count: int) -> Stages:
     kinds, sizes = config.layer_kinds, [len(range(stage, config.layers, count)) for stage in range(count)]
     first = [sum(sizes[:stage]) for stage in range(count)]
     parts = [range(start, start + size) for start, size in zip(first, sizes, strict=True)]
+    for layer, owner in _owners(config).items():
+        if not any(layer in part and owner in part for part in parts):
+            raise _misfit(
+                config, count, f"layer {layer} uses the keys and values of layer {owner}, which is in another stage"
+            )
     pattern, placed = _side_by_side(parts, kinds)
     if len(pattern) >= config.layers and count > 1:
-        nearest = next(n for n in range(count - 1, 0, -1) if n == 1 or _divides(config, n))
-        raise ValueError(
-            f"mesh pipeline={count}: the layers of its stages differ in kind (`DecoderConfig.pattern`), and "
-            f"side by side they would need {len(pattern)} positions on each device, as many as the model has layers; "
-            f"set pipeline = {nearest}."
+        raise _misfit(
+            config,
+            count,
+            "the layers of its stages differ in kind (`DecoderConfig.pattern`), and side by side they would need "
+            f"{len(pattern)} positions on each device, as many as the model has layers",
         )
-    return Stages(config.with_layers(pattern), placed)
+    stages = Stages(config.with_layers(pattern), placed)
+    at_positions = _owners(stages.config)
+    for stage in stages.layers:
+        for position, owner in at_positions.items():
+            if (layer := stage[position]) is not None and stage[owner] != _owners(config)[layer]:
+                raise _misfit(
+                    config, count, f"side by side, layer {layer} would use the keys and values of another one"
+                )
+    return stages
+
+
+def _owners(config: DecoderConfig) -> dict[int, int]:
+    """The layers that use the keys and values of others -> those others."""
+    places, cached = config.cache_places, config.cached_layers
+    return {layer: owner for layer, place in enumerate(places) if (owner := cached[place]) != layer}
+
+
+def _misfit(config: DecoderConfig, count: int, why: str) -> ValueError:
+    nearest = next(n for n in range(count - 1, 0, -1) if n == 1 or _divides(config, n))
+    return ValueError(f"mesh pipeline={count}: {why}; set pipeline = {nearest}.")
 
 
 def _divides(config: DecoderConfig, count: int) -> bool:

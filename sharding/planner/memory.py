@@ -97,7 +97,8 @@ def kv_bytes(runner: Runner, tokens: float, slots: float) -> float:
     stages, slices = runner.ways.pipeline, runner.ways.slices
 
     def of_layer(layer: LayerShape) -> float:
-        return tokens * layer.kv_values_of(slices) * runner.format.kv_bytes + slots * runner.state_bytes(layer)
+        pages = 0.0 if layer.shares_kv else tokens * layer.kv_values_of(slices) * runner.format.kv_bytes
+        return pages + slots * runner.state_bytes(layer)
 
     return sum(stage_places(layer, stages) * of_layer(layer) for layer in runner.model.layers)
 

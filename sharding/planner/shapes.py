@@ -20,7 +20,8 @@ class LayerShape:
       params: parameters that every token multiplies with: attention, dense MLPs, shared experts.
       kv_params: those of them that go with the KV heads, of which devices may have copies.
       whole_params: parameters that every device has, in 32 bits: norms, routers, biases.
-      kv_values: numbers in the KV cache per token and layer.
+      kv_values: numbers in the KV cache that attention reads, per token and layer.
+      shares_kv: whether they are another layer's, so that this one keeps none.
       kv_heads: the parts into which the KV cache divides over devices; more devices keep copies.
       pair_flops: operations of attention per token and token of its context.
       window: the longest context that attention sees; None: all.
@@ -40,6 +41,7 @@ class LayerShape:
     kv_heads: int
     pair_flops: int
     window: int | None = None
+    shares_kv: bool = False
     state_values: int = 0
     conv_values: int = 0
     state_flops: int = 0
@@ -120,8 +122,14 @@ class ModelShape:
 
     @property
     def has_equal_pages(self) -> bool:
-        """Whether all layers have pages, and of one size."""
-        return len({(layer.kv_values, layer.kv_heads) for layer in self.layers}) == 1 and not self.has_states
+        """Whether all layers have pages of their own, and of one size."""
+        sizes = {(layer.kv_values, layer.kv_heads) for layer in self.layers}
+        return len(sizes) == 1 and not self.has_states and not self.shares_kv
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether some layers use the keys and values of others, which must be in the same stage."""
+        return any(layer.shares_kv for layer in self.layers)
 
     @property
     def has_states(self) -> bool:
@@ -197,7 +205,7 @@ class _Fields:
         return ModelShape(name=name, hidden=self.hidden, vocab=self.vocab, heads=heads, tied=self.tied, layers=layers)
 
     def _layer(self, count: int, mixture: bool, windowed: bool, recurrent: bool) -> LayerShape:
-        mixer = self._delta_rule() if recurrent else self._attention()
+        mixer: dict[str, Any] = self._delta_rule() if recurrent else self._attention()
         if mixture:
             mixer["params"] += self._mlp_params(self.shared_mlp)
             expert = {"whole_params": self.hidden * self.experts}

@@ -68,7 +68,7 @@ def forward(model: Decoder, ids, length=64):
     x, context = model.enter((TokenRows(tokens, np.arange(length, dtype=np.int32)[None]),))
     experts = []
     for layer in model.layers:
-        heads, _, _ = layer.attention.heads(x, layer.norm_before_attention, context, None)
+        heads, _ = layer.attention.heads(x, layer.norm_before_attention, context, None)
         x = layer.add_attention(x, heads)
         if isinstance(layer.mlp, Moe):
             y, chosen = mixture(layer.mlp, layer.before_mlp(x)[0, :count])

@@ -178,12 +178,11 @@ def forward_by_layers(graph, state, tokens, positions, caches=None, page_table=N
     """Logits [B, T, V] and the caches, from a program for each kind of layer: layers that are alike share theirs."""
     model, slot = nnx.merge(graph, state), np.arange(len(tokens), dtype=np.int32)
     rows = TokenRows(tokens, positions, page_table, slot=slot)
-    x, new_caches = _enter(graph, state, rows), []
-    for layer, cache in zip(model.layers, caches or [None] * len(model.layers), strict=True):
+    x, used = _enter(graph, state, rows), list(caches or [None] * len(model.cfg.cached_layers))
+    for layer, place in zip(model.layers, model.cfg.cache_places, strict=True):
         layer_graph, layer_state = nnx.split(layer)
-        x, cache = _run_layer((layer_graph, model.cfg.positions), layer_state, x, rows, cache)
-        new_caches.append(cache)
-    return _leave(graph, state, x, rows), new_caches
+        x, used[place] = _run_layer((layer_graph, model.cfg.positions), layer_state, x, rows, used[place])
+    return _leave(graph, state, x, rows), used
 
 
 @_jit
@@ -248,7 +247,7 @@ def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[Ca
     def noise(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(rng.normal(size=x.shape).astype(np.float32))
 
-    return jax.tree.map(noise, [shapes(config.layer(layer).mixer) for layer in range(config.layers)]), table
+    return jax.tree.map(noise, [shapes(config.layer(layer).mixer) for layer in config.cached_layers]), table
 
 
 def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: int) -> np.ndarray:

@@ -176,7 +176,7 @@ class ChainDecoderPasses(ChainPasses):
     def run(self, commands: list[Command], state: DecoderState) -> list[PassResult]:
         """Send the slices of a pass."""
         slices = [self._enter(command, state) for command in commands]
-        caches: LayerCaches = state.offloaded or ResidentCaches(state.arrays.caches)
+        caches: LayerCaches = state.offloaded or ResidentCaches(state.arrays.caches, state.layout.cache_places)
         for layers, leaves in self.layers:
             if runs_experts(state.layout.config, layers):
                 done = [self._run_experts(part, layers, leaves, state, caches) for part in slices]

@@ -5,6 +5,7 @@ IV-C2): each layer runs on slices of the rows, whose pages come to the devices b
 al. 2023, arXiv:2303.06865, section 4.1). So a layer is read once for more rows than the devices have pages for.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -41,19 +42,21 @@ class ResidentCaches:
     """The caches of all layers, on the devices.
 
     Args:
-      caches: one for each layer, which are replaced.
+      caches: those of the model, which are replaced.
+      places: the place of each layer's cache among them.
     """
 
-    def __init__(self, caches: list[Cache]):
-        self._caches = caches
+    def __init__(self, caches: list[Cache], places: Sequence[int]):
+        self._caches, self._places = caches, places
 
     def take(self, layers: LayerRange, pages: SlicePages | None) -> list[Cache]:
-        """The caches of these layers."""
-        return self._caches[layers.layers]
+        """The caches that these layers use."""
+        return [self._caches[place] for place in dict.fromkeys(self._places[layers.layers])]
 
     def give(self, layers: LayerRange, pages: SlicePages | None, caches: list[Cache]) -> Any:
         """Keep the caches; of these layers, the first is there when all have run."""
-        self._caches[layers.layers] = caches
+        for place, cache in zip(dict.fromkeys(self._places[layers.layers]), caches, strict=True):
+            self._caches[place] = cache
         return caches[0][0]
 
     def finish(self) -> int:

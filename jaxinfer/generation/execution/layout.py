@@ -109,7 +109,8 @@ class DeviceLayout:
       stages: the layers of each stage; None: each device has parts of all layers.
       static: everything that programs depend on beside shapes.
       leaves: the weights that are on the device all the time, or their shapes.
-      caches: the shapes of each layer's cache, as its programs take it.
+      caches: the shapes of the caches, as programs take them, by `cache_places`.
+      cache_places: as `DecoderConfig.cache_places`.
       state: the shapes of `DeviceState`, which has the caches unless they are in the host's memory.
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
@@ -143,11 +144,12 @@ class DeviceLayout:
         self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors, self.stages)
         self._placed = mesh is not None or leaves is not None
         self.leaves: Sequence[jax.Array | jax.ShapeDtypeStruct] = self._shapes() if leaves is None else list(leaves)
-        self.caches = [self._cache(layer, slice_pages or num_pages) for layer in range(self.config.layers)]
-        if slice_pages and (config.state_layers or len(pages_by_shape(self.caches)) > 1):
+        self.cache_places = self.config.cache_places
+        self.caches = [self._cache(layer, slice_pages or num_pages) for layer in self.config.cached_layers]
+        if slice_pages and (config.state_layers or config.shares_kv or len(pages_by_shape(self.caches)) > 1):
             raise ValueError(
-                "kv_offload is not implemented for layers of different KV heads or head sizes, or with recurrent "
-                "states: leave it out."
+                "kv_offload is not implemented for layers of different KV heads or head sizes, that share keys and "
+                "values, or with recurrent states: leave it out."
             )
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
@@ -293,6 +295,10 @@ class DeviceLayout:
     def block_shardings(self, count: int) -> Any:
         """The places of the block that a program returns, as `state_shardings`."""
         return self.shardings_of(self.block(count))
+
+    def caches_of(self, layers: range) -> list[Cache]:
+        """The shapes of the caches that these layers use, as their programs take them."""
+        return [self.caches[place] for place in dict.fromkeys(self.cache_places[layers.start : layers.stop])]
 
     def _cache(self, layer: int, pages: int) -> Cache:
         """The shapes of a layer's cache, with so many pages of each lane."""

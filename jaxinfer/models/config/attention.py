@@ -44,6 +44,7 @@ class AttentionConfig(Mixer):
     qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
     qk_norm_after_rope: bool = False  # normalise them after it (Hunyuan)
     qk_norm_scope: QKNormScope = QKNormScope.HEAD
+    shares_kv: bool = False  # take the keys and values of the last layer before that is alike and has its own (Gemma 4)
     output_gate: bool = False  # multiply each feature of the heads by sigmoid(x G), with a matrix G (AFMoE, Qwen3.5)
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
     real_kv_heads: int | None = None  # those from here on are padding; None: none is
@@ -65,6 +66,13 @@ class AttentionConfig(Mixer):
                 f"AttentionConfig.qk_norm_after_rope needs qk_norm=True and qk_norm_scope=head, got {self.qk_norm} and "
                 f"{self.qk_norm_scope}."
             )
+        if self.shares_kv and (
+            self.qk_norm_after_rope or self.qk_norm_scope is not QKNormScope.HEAD or self.query_temperature is not None
+        ):
+            raise ValueError(
+                "AttentionConfig.shares_kv is not implemented with qk_norm_after_rope=True, with qk_norm_scope="
+                f"{self.qk_norm_scope}, or with query_temperature={self.query_temperature}."
+            )
         if self.query_temperature is not None and self.qk_norm:
             raise ValueError("AttentionConfig.query_temperature is not implemented with qk_norm=True.")
         if self.real_kv_heads is not None and not 1 <= self.real_kv_heads <= self.kv_heads:
@@ -85,8 +93,13 @@ class AttentionConfig(Mixer):
         return self.q_heads // self.kv_heads
 
     @property
+    def rows_per_kv_head(self) -> int:
+        """Heads of the fused projection for each KV head: its queries, and its key and value unless they are shared."""
+        return self.group + (0 if self.shares_kv else 2)
+
+    @property
     def kv_values(self) -> int:
-        """The number of values in the KV cache for one token: its keys and its values."""
+        """The number of values in the KV cache that attention reads for one token: its keys and its values."""
         return 2 * self.kv_heads * self.head_dim
 
     @property

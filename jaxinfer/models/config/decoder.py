@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from jaxinfer.models.config.attention import QKNormScope
+from jaxinfer.models.config.attention import AttentionConfig, QKNormScope
 from jaxinfer.models.config.checks import MAX_EXPERTS, require_positive
 from jaxinfer.models.config.layers import BlockKind, LayerConfig, cycle
+from jaxinfer.models.config.mixer import Mixer
 from jaxinfer.models.config.mlp import MlpConfig
 from jaxinfer.models.config.norm import NormKind
 from jaxinfer.models.config.positions import LearnedPositions, PositionsConfig
@@ -35,6 +36,8 @@ class DecoderConfig(TextModelConfig):
             raise ValueError("DecoderConfig.pattern must hold at least one kind of layer, got ().")
         for kind in self.pattern:
             self._check_kind(kind)
+        if self.shares_kv:
+            _ = self.cache_places  # which checks that there is a layer to share with
         experts = sum(moe.router.experts for layer in range(self.layers) if (moe := self.layer(layer).mlp.moe))
         if experts > MAX_EXPERTS:
             raise ValueError(f"DecoderConfig has {experts} experts; models of at most {MAX_EXPERTS} are known.")
@@ -93,6 +96,40 @@ class DecoderConfig(TextModelConfig):
     def positions(self) -> tuple[PositionsConfig, ...]:
         """The positions that the attention of layers goes by, each once."""
         return tuple(dict.fromkeys(kind.positions for kind in self.pattern))
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether some layers use the keys and values of others."""
+        return any(kind.has_attention and kind.attention.shares_kv for kind in self.pattern)
+
+    @property
+    def cache_places(self) -> tuple[int, ...]:
+        """For each layer the place of its cache in the list of caches: layers that share keys and values have one.
+
+        Raises ValueError for a layer that shares with none.
+        """
+        places, owners, count = list[int](), dict[Mixer, int](), 0
+        for layer in range(self.layers):
+            mixer = self.layer(layer).mixer
+            if isinstance(mixer, AttentionConfig) and mixer.shares_kv:
+                owner = dataclasses.replace(mixer, shares_kv=False)
+                if owner not in owners:
+                    raise ValueError(
+                        f"AttentionConfig.shares_kv of layer {layer}: no layer before it has attention that is alike, "
+                        "with keys and values of its own."
+                    )
+                places.append(owners[owner])
+                continue
+            owners[mixer] = count
+            places.append(count)
+            count += 1
+        return tuple(places)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have a cache, by its place: all but those that use another layer's."""
+        places = self.cache_places
+        return tuple(places.index(place) for place in range(max(places) + 1))
 
     @property
     def state_layers(self) -> tuple[int, ...]:

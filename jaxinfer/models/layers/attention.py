@@ -9,12 +9,12 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, QKNormScope
-from jaxinfer.models.layers.forward_context import Cache, ForwardContext, pack, unpack
+from jaxinfer.models.layers.forward_context import Cache, ForwardContext, RowKeys, TokenRows, pack, unpack
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas
 from jaxinfer.models.layers.norm import Norm, normalize_heads
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
+from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, paged_attention, split_heads
 from jaxinfer.pallas_kernels.rotary import rotate
 from jaxinfer.sharding.collectives import local_part, local_start, psum
 
@@ -24,13 +24,12 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
       heads: of this device, [N, Hq * K], not projected back yet.
-      cache: with the tokens' keys and values written, or their states; None if there is none.
-      keys: of attention in a single group without a cache, those of this device's heads, [B, T, Hkv, K]; else None.
+      cache: with the tokens' keys and values written, or their states. Without one, of attention its keys and values;
+        of other mixers None.
     """
 
     heads: jax.Array
     cache: Cache | None
-    keys: jax.Array | None
 
 
 class Attention(nnx.Module):
@@ -40,7 +39,7 @@ class Attention(nnx.Module):
 
     Attributes:
       qkv: the fused projection. Its outputs are ordered by KV head: the queries of its group, its key, its value.
-        A shard along KV heads is therefore complete in itself.
+        A shard along KV heads is therefore complete in itself. A layer that shares keys and values has queries alone.
       out: back to the width of the model.
       gate: the projection of the output gate, whose outputs are ordered as those of the heads; None: there is none.
     """
@@ -57,7 +56,7 @@ class Attention(nnx.Module):
     ):
         self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
         self.slopes = cfg.slopes if cfg.positions.kind is PositionKind.ALIBI else None
-        qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
+        qkv, width = cfg.kv_heads * cfg.rows_per_kv_head * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
         gates = width if cfg.output_gate else 0
@@ -65,7 +64,8 @@ class Attention(nnx.Module):
         shared = cfg.qk_norm_scope is QKNormScope.HEAD
         sizes, axis = ((1, 1), "norm") if shared else ((cfg.q_heads, cfg.kv_heads), "heads")
         self.q_norm, self.k_norm = (
-            Norm(heads * cfg.head_dim, norm, axis=axis) if cfg.qk_norm else None for heads in sizes
+            Norm(heads * cfg.head_dim, norm, axis=axis) if has else None
+            for heads, has in zip(sizes, (cfg.qk_norm, cfg.qk_norm and not cfg.shares_kv), strict=True)
         )
         self.fuses_norms = shared and norm.kind is NormKind.RMS and not cfg.qk_norm_after_rope
         """Whether the attention operations normalise queries and keys themselves."""
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         x: jax.Array,
         norm: Norm | None,
         forward_context: ForwardContext,
-        cache: KVPages | None = None,
+        cache: KVPages | RowKeys | None = None,
         *,
         deltas: AdapterDeltas = NO_DELTAS,
     ) -> AttentionOutput:
@@ -86,18 +86,22 @@ class Attention(nnx.Module):
           x: [N, D].
           norm: normalises x; None: x is normalised already.
           forward_context: of this pass.
-          cache: of this layer; None: each row attends to itself alone.
+          cache: of this layer; None: each row attends to itself alone. Of a layer that shares keys and values, the
+            cache that the other layer returned.
           deltas: what adapters add to `qkv` and `gate`.
         """
         qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=deltas.qkv), forward_context.groups
-        heads, keys = [], None
+        heads = []
         tables = forward_context.rotary.get(self.cfg.positions, (None,) * len(groups))
         if not self.cfg.qk_norm_after_rope:
             qkv = self._with_norms(qkv)
         for group, rotary, part in zip(groups, tables, unpack(qkv, groups), strict=True):
+            if self.cfg.shares_kv:
+                heads.append(self._attend_to_shared(part, group, rotary, cache, forward_context))
+                continue
             part, rotary = self._prepared(part, group.positions, rotary)
-            if cache is None:
-                mixed, keys = self._attend_within_rows(part, group.positions, rotary, forward_context)
+            if not isinstance(cache, KVPages):
+                mixed, cache = self._attend_within_rows(part, group.positions, rotary, forward_context)
             else:
                 assert group.page_table is not None, "a cache is read by a page table"
                 options = {"rotary": rotary, **self._head_options, **self._score_options}
@@ -111,7 +115,7 @@ class Attention(nnx.Module):
             gate = self.gate.norm_linear(x, norm, adapter_delta=deltas.gate)
             gate = jax.nn.sigmoid(gate.astype(jnp.float32))
             mixed = (mixed * gate).astype(mixed.dtype)
-        return AttentionOutput(mixed, cache, keys)
+        return AttentionOutput(mixed, cache)
 
     def _attend_within_rows(
         self,
@@ -119,14 +123,39 @@ class Attention(nnx.Module):
         positions: jax.Array,
         rotary: tuple[jax.Array, jax.Array] | None,
         forward_context: ForwardContext,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attend from each row of a group to itself: heads [B, T, Hq * K] and keys [B, T, Hkv, K]."""
-        cfg, key_sizes, options = self.cfg, forward_context.key_sizes, self._score_options
+    ) -> tuple[jax.Array, RowKeys]:
+        """Attend from each row of a group to itself: heads [B, T, Hq * K], and their keys and values."""
+        cfg = self.cfg
         kv_heads = qkv.shape[-1] // ((cfg.group + 2) * cfg.head_dim)
         q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, rotary=rotary, **self._head_options)
+        return self._attend(q, RowKeys(k, v), positions, forward_context), RowKeys(k, v)
+
+    def _attend(self, q: jax.Array, rows: RowKeys, positions: jax.Array, forward_context: ForwardContext) -> jax.Array:
+        """Attend from queries [B, T, Hq, K] to the keys and values of their rows: [B, T, Hq * K]."""
+        key_sizes, options = forward_context.key_sizes, self._score_options
         lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None and forward_context.padded else None
-        heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
-        return heads.reshape(*positions.shape, -1), k
+        heads = attention(q, *rows, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
+        return heads.reshape(*positions.shape, -1)
+
+    def _attend_to_shared(
+        self,
+        q: jax.Array,
+        group: TokenRows,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        cache: KVPages | RowKeys | None,
+        forward_context: ForwardContext,
+    ) -> jax.Array:
+        """Attend from a group's queries to keys and values that another layer has written in this pass."""
+        assert cache is not None, "a layer before this one has written keys and values"
+        positions = group.positions
+        q = q.reshape(*positions.shape, -1, self.cfg.head_dim)
+        q = q if self.q_norm is None else self.q_norm(q)
+        q = q if rotary is None else rotate(q, rotary)
+        if isinstance(cache, RowKeys):
+            return self._attend(q, cache, positions, forward_context)
+        assert group.page_table is not None, "a cache is read by a page table"
+        mixed = paged_attention(q, cache, group.page_table, positions, **self._score_options)
+        return mixed.reshape(*positions.shape, -1)
 
     def _with_norms(self, qkv: jax.Array) -> jax.Array:
         """Normalise the queries and keys of a projection, unless the attention operations do it themselves."""

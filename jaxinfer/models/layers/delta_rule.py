@@ -84,7 +84,7 @@ class GatedDeltaRule(nnx.Module):
         heads = pack(mixed)
         gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(heads.shape)
         heads = (self.norm(heads) * gate).astype(x.dtype).reshape(*x.shape[:-1], -1)
-        return AttentionOutput(heads, cache, None)
+        return AttentionOutput(heads, cache)
 
     def _mix(
         self,

@@ -20,8 +20,19 @@ if TYPE_CHECKING:
     from jaxinfer.pallas_kernels.moe import Routing
 
 
-Cache = KVPages | RecurrentState
-"""The memory of a layer for earlier tokens: keys and values in pages, or a state for each slot."""
+class RowKeys(NamedTuple):
+    """The keys and values of a pass whose rows attend to themselves alone: in place of a cache.
+
+    Attributes:
+      k, v: of this device's heads, [B, T, Hkv, K].
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+Cache = KVPages | RecurrentState | RowKeys
+"""The memory of a layer for earlier tokens: keys and values in pages, a state for each slot, or of this pass alone."""
 
 
 class TokenRows(NamedTuple):

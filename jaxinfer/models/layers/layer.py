@@ -85,9 +85,9 @@ class TransformerLayer(nnx.Module):
         cache: Cache | None = None,
         adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """[N, D] -> [N, D], and the cache with the tokens' keys and values written, or their state."""
+        """[N, D] -> [N, D], and the cache as in `AttentionOutput`."""
         deltas = forward_context.adapter_deltas(adapters)
-        heads, cache, _ = self.mixer.heads(x, self.norm_before_attention, forward_context, cache, deltas=deltas)
+        heads, cache = self.mixer.heads(x, self.norm_before_attention, forward_context, cache, deltas=deltas)
         if self.block.is_parallel:
             attention = Product(self.mixer.out, heads, deltas.out)
             return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache

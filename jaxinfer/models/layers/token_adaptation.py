@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.fields import Finite, SizeOrZero, check_fields
-from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layers.forward_context import ForwardContext, RowKeys, TokenRows
 from jaxinfer.pallas_kernels import merge_tokens
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class TokenAdaptation:
                 x, _ = layer(x, context)
                 continue
             assert layer.attention is not None
-            heads, _, keys = layer.attention.heads(x, layer.norm_before_attention, context)
-            assert keys is not None, "without a cache attention gives its keys"
+            heads, rows = layer.attention.heads(x, layer.norm_before_attention, context)
+            assert isinstance(rows, RowKeys), "without a cache attention returns its keys"
             x = layer.add_attention(x, heads)
-            x, sizes = self._merge(x, sizes, layer.attention.mean_key(keys), r, protected)
+            x, sizes = self._merge(x, sizes, layer.attention.mean_key(rows.k), r, protected)
             x = layer.add_mlp(x)
         return x, sizes, protected
 

@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
 
         Args:
           groups: rows of tokens.
-          caches: the cache of each layer, or None to let each row attend to itself alone.
+          caches: of all layers (`DecoderConfig.cached_layers`), or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
           routings: a list to which the choices of each layer with experts are added; or None.
           speculates: as in `ForwardContext`.
@@ -122,19 +122,18 @@ class Decoder(nnx.Module):
         Args:
           x: [N, D].
           forward_context: of this pass, from `enter` or `ForwardContext.from_groups`.
-          caches: the cache of each of these layers, or None.
+          caches: those that these layers use, each once and in the order of the first use, or None.
           adapters: one LayerAdapters for each of these layers, or None.
-        Returns: [N, D], and the new caches of these layers (None without caches).
+        Returns: [N, D], and the new caches (None without caches).
         """
         indices = range(first, len(self.layers) if last is None else last + 1)
-        nothing, new_caches = [None] * len(indices), []
-        old_caches = nothing if caches is None else caches
-        adapters_by_layer = nothing if adapters is None else adapters
-        for index, cache, layer_adapters in zip(indices, old_caches, adapters_by_layer, strict=True):
+        places = self.cfg.cache_places[indices.start : indices.stop]
+        used = dict(zip(dict.fromkeys(places), caches or [None] * len({*places}), strict=True))
+        adapters_by_layer = [None] * len(indices) if adapters is None else adapters
+        for index, place, layer_adapters in zip(indices, places, adapters_by_layer, strict=True):
             with jax.named_scope(f"layers.{index}"):
-                x, cache = self.layers[index](x, forward_context, cache, layer_adapters)
-            new_caches.append(cache)
-        return x, None if caches is None else new_caches
+                x, used[place] = self.layers[index](x, forward_context, used[place], layer_adapters)
+        return x, None if caches is None else [cache for cache in used.values() if cache is not None]
 
     def leave(self, x: jax.Array, forward_context: ForwardContext) -> list[jax.Array]:
         """Run the last norm and projection: [N, D] -> hidden vectors, [B, T, W] of each group."""

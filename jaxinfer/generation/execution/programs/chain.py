@@ -260,7 +260,7 @@ class _Arguments:
         layout, layers = self.layout, _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
-        return leaves, adapters, [layout.caches[layer] for layer in layers], *activations(layout, sizes)
+        return leaves, adapters, layout.caches_of(layers), *activations(layout, sizes)
 
     def leave(self, sizes: Leave) -> tuple[Any, ...]:
         layout, bitmask = self.layout, self.layout.bitmask(sizes.chunks + sizes.batch)
@@ -308,7 +308,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             ),
             donate=(2, 3),
             out_shardings=lambda sizes: (
-                (None, layout.shardings_of([layout.caches[layer] for layer in _layers(sizes)])) if on_mesh else None
+                (None, layout.shardings_of(layout.caches_of(_layers(sizes)))) if on_mesh else None
             ),
             compiler_options=options,
         ),

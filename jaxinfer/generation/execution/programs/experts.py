@@ -140,7 +140,7 @@ def route(
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
         deltas = forward_context.adapter_deltas(any_adapters)
-        heads, cache, _ = block.mixer.heads(x, block.norm_before_attention, forward_context, caches[0], deltas=deltas)
+        heads, cache = block.mixer.heads(x, block.norm_before_attention, forward_context, caches[0], deltas=deltas)
         x = block.add_attention(x, heads, deltas)
         h = block.before_mlp(x).reshape(-1, x.shape[-1])
         routing = _mixture(block).router(h, forward_context.valid.reshape(-1))
@@ -251,7 +251,7 @@ class _ExpertArguments:
     def route(self, sizes: Route) -> tuple[Any, ...]:
         layout = self.layout
         adapters = None if layout.adapters is None else [layout.adapters[sizes.kind]]
-        caches = [layout.caches[sizes.kind]]
+        caches = layout.caches_of(range(sizes.kind, sizes.kind + 1))
         return layout.layer_leaves(sizes.kind), adapters, caches, *activations(layout, sizes)
 
     def experts(self, sizes: RunExperts) -> tuple[Any, ...]:
@@ -309,7 +309,9 @@ def expert_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[P
             reachable=reachable(Route, kinds),
             donate=(2, 3),
             out_shardings=lambda sizes: (
-                (None, layout.shardings_of([layout.caches[sizes.kind]]), None, None, None) if on_mesh else None
+                (None, layout.shardings_of(layout.caches_of(range(sizes.kind, sizes.kind + 1))), None, None, None)
+                if on_mesh
+                else None
             ),
             compiler_options=options,
         ),

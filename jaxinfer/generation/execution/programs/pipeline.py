@@ -77,8 +77,9 @@ class PipelineStage(NamedTuple):
 
         speculates: as in `ForwardContext`.
         """
-        new_caches: list[Cache] = []
-        for position, cache in enumerate(caches):
+        new_caches = list(caches)
+        for position, place in enumerate(self.model.cfg.cache_places):
+            cache = new_caches[place]
             adapters = None if self.adapters is None else self.adapters[position : position + 1]
 
             def layer(x, cache, position=position, adapters=adapters):
@@ -93,7 +94,7 @@ class PipelineStage(NamedTuple):
             else:
                 with jax.named_scope("some_stages"):
                     x, cache = lax.cond(jnp.array(there)[self.number], layer, lambda x, cache: (x, cache), x, cache)
-            new_caches.append(cache)
+            new_caches[place] = cache
         return x, new_caches
 
     def embedded(self, groups: tuple[TokenRows, ...]) -> jax.Array:
