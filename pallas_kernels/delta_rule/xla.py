@@ -31,7 +31,7 @@ def gated_delta_rule(
     inputs = (*split(x, cache.state.shape[1:], key_dim), decay, beta)
     if qkv.shape[1] == 1:
         before = _from_zero(cache.state[slot], begins)
-        output, state = _step(before, *(x[:, 0] for x in inputs), real[:, 0])
+        output, state = _step(before, real[:, 0], *(x[:, 0] for x in inputs))
         return output[:, None], RecurrentState(conv, cache.state.at[slot].set(state))
     if kept is not None:
         output, state = _with_guesses(cache.state, slot, begins, real, kept, *inputs)
@@ -89,7 +89,7 @@ def _convolve(before: jax.Array, inputs: jax.Array, weight: jax.Array, count: ja
 
 
 def _step(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, real: jax.Array
+    state: jax.Array, real: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """One token of each row: outputs [B, Hv, V] and new states, as in the definition."""
     decayed = jnp.exp(decay)[..., None, None] * state
