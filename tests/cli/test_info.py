@@ -213,6 +213,8 @@ def test_a_config_alone_is_enough(shown, tmp_path):
     same = ("family", "heads", "parameters", "vocabulary", "context", "weights", "KV pages")
     assert {name: alone[name] for name in same} == {name: converted[name] for name in same}
     assert [file.name for file in folder.iterdir()] == ["config.json"]
+    seeing = _rows(folder_of("qwen3_5_plain", tmp_path / "qwen"))
+    assert seeing["supported"] == "texts alone: images are refused"
 
 
 def test_memory_by_format(shown):

@@ -14,6 +14,7 @@ from jaxinfer import hub
 from jaxinfer.checkpoints import read_file, read_manifest
 from jaxinfer.models import DecoderConfig, VisionConfig, ViTConfig
 from jaxinfer.models.config import AttentionConfig, DeltaRuleConfig, Mixer, MlpConfig, TransformerConfig
+from jaxinfer.models.families import FAMILIES
 from jaxinfer.models.files.conversion import source_of
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.tokenizer_files import TOKENIZER, token_texts
@@ -78,7 +79,7 @@ def table_of(name: str, known: KnownModel, mesh: MeshConfig, stages: Stages | No
     parameters, active = parameter_count(config), active_parameter_count(config)
     table = Table("", name, title_justify="left")
     for row, value in (
-        ("supported", "yes"),
+        ("supported", "texts alone: images are refused" if _sees(description) else "yes"),
         ("family", f"{description.family} ({description.kind}{'' if description.generates else ' without a head'})"),
         *(_vision_rows(config) if isinstance(config, VisionConfig) else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),
@@ -92,6 +93,12 @@ def table_of(name: str, known: KnownModel, mesh: MeshConfig, stages: Stages | No
         if value != "":
             table.add_row(row, str(value))
     return table
+
+
+def _sees(description: Description) -> bool:
+    """Whether the whole model also sees images, which are not implemented."""
+    family = FAMILIES.get(description.family)
+    return family is not None and bool(family.left_out) and description.family == family.model_types[0]
 
 
 def _text_rows(description: Description, ends: Mapping[int, str]) -> list[tuple[str, object]]:
