@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
 FOLDER = pathlib.Path(__file__).parent
 LEFT_OUT = {
@@ -34,7 +35,13 @@ def compute(folder: pathlib.Path, fields: dict[str, Any]) -> torch.Tensor:
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
     config._attn_implementation = "eager"
     encoder = fields["model_type"] in ("bert", "roberta", "distilbert")
-    kind = AutoModel if encoder else AutoModelForImageTextToText if "text_config" in fields else AutoModelForCausalLM
+    kind = (
+        AutoModel
+        if encoder
+        else AutoModelForImageTextToText
+        if fields["model_type"] in SEEING
+        else AutoModelForCausalLM
+    )
     options = {"dtype": torch.float32, "experts_implementation": "eager", "local_files_only": True}
     model = kind.from_pretrained(folder, config=config, **options).eval()
     tokens = torch.arange(5, 17)[None] % min(config.get_text_config().vocab_size, 50)
