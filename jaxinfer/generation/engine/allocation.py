@@ -4,7 +4,7 @@ import dataclasses
 from array import array
 from collections.abc import Hashable
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxinfer.generation.engine.batch import (
     Admission,
@@ -14,7 +14,6 @@ from jaxinfer.generation.engine.batch import (
     Restored,
     RestoredState,
     StepOutput,
-    Stored,
 )
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import Match, Node, PagePool
@@ -441,10 +440,17 @@ class Allocator:
         allocation.prefilling, allocation.num_prefilled_tokens, allocation.ends = True, 0, ()
         self._end_load(allocation)
 
-    def take_stored(self) -> tuple[tuple[Stored, ...], tuple[Stored, ...]]:
-        """Return the pages and the snapshots that the step in preparation is to bring to the host."""
-        assert self.restoring is not None
-        return self.restoring.take_stored()
+    def take_moves(self, *, runs: bool) -> dict[str, Any]:
+        """Take what the step in preparation copies, brings to the host and gets from there: fields of `Batch`.
+
+        runs: whether it runs anything; else what is to be copied stays where it is.
+        """
+        come = {"restored": tuple(self.restored), "restored_states": tuple(self.restored_states)}
+        if not runs:
+            return come
+        copied = () if self.snapshots is None else self.snapshots.take_due()  # first: they can be stored then
+        stored, states = ((), ()) if self.restoring is None else self.restoring.take_stored()
+        return come | {"snapshots": copied, "stored": stored, "stored_states": states}
 
     def store(self, batch: Batch, output: StepOutput) -> None:
         """Keep what a step has brought to the host."""

@@ -87,7 +87,7 @@ class Loaded(NamedTuple):
 class Load(NamedTuple):
     """Pages on their way from a tier.
 
-    Those of a model with recurrent states end with a state, as pages (`StatePages`).
+    Pages of a model with recurrent states end with a state (`StatePages`).
 
     Attributes:
       keys: their keys, in the order of the block.

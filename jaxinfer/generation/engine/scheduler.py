@@ -226,17 +226,11 @@ class DecoderScheduler:
         if ahead := passes * (1 + speculative) - 1:  # for the next token `prepare` has given a page
             for allocation in step.decoding:
                 self.allocator.extend(allocation, _length(allocation) + ahead)
-        runs, keeps = bool(step.chunks or step.decoding), self.allocator.restoring is not None
-        snapshots = self.allocator.snapshots.take_due() if runs and self.allocator.snapshots else ()
-        stored, stored_states = self.allocator.take_stored() if runs and keeps else ((), ())  # the former are there now
+        runs = bool(step.chunks or step.decoding)
         batch = Batch(
             admissions=tuple(step.admissions),
             adapter_uploads=self._uploads() if runs else (),
-            snapshots=snapshots,
-            stored=stored,
-            stored_states=stored_states,
-            restored=tuple(self.allocator.restored),
-            restored_states=tuple(self.allocator.restored_states),
+            **self.allocator.take_moves(runs=runs),
             chunks=tuple(step.chunks),
             rows=tuple([self._row(allocation, speculative) for allocation in step.decoding]),
             passes=passes,

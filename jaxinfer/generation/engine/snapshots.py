@@ -128,7 +128,7 @@ class Snapshots:
         return place if self._is_wanted(node) else None
 
     def take_left(self) -> list[tuple[Hashable, int]]:
-        """Return the (node, place) of the snapshots that gave way since the last call, for a tier.
+        """Take the (node, place) of the snapshots that gave way since the last call, for a tier.
 
         They keep their content until the next step copies to their places.
         """

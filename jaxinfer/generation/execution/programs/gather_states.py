@@ -22,7 +22,7 @@ class GatherStates(Sizes):
 
 
 def gather_states(state: DeviceState, row: jax.Array) -> StateBlock:
-    """Return a row of the states of all layers. row: int32 [1]."""
+    """Copy a row of the states of all layers. row: int32 [1]."""
     states = [cache for cache in state.caches if isinstance(cache, RecurrentState)]
     return StateBlock(tuple(x[row] for x in jax.tree.leaves(states)))
 
