@@ -96,7 +96,7 @@ def table_of(name: str, known: KnownModel, mesh: MeshConfig, stages: Stages | No
 
 
 def _sees(description: Description) -> bool:
-    """Whether the whole model also sees images, which are not implemented."""
+    """Tell whether the whole model also sees images, which are not implemented."""
     family = FAMILIES.get(description.family)
     return family is not None and bool(family.left_out) and description.family == family.model_types[0]
 
