@@ -7,7 +7,7 @@ what the GPU benchmark times and checks. Dimension letters are those of the oper
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ from jaxinfer.pallas_kernels import (
     small_batch_linear,
 )
 from jaxinfer.pallas_kernels import weights as formats
+from jaxinfer.pallas_kernels.delta_rule.mosaic.tiles import CHUNK
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 from jaxinfer.pallas_kernels.linear.mosaic.small_batch import MAX_RESIDENT_ROWS
 from jaxinfer.pallas_kernels.weights import Weights
@@ -183,6 +184,7 @@ def every_case() -> Iterator[Case]:
     yield encoding(32, 197, 12, 64, full=True, name="ViT-B/16, 32 x 197")
     for rows in (1, 16):
         yield stepping(rows, StateHeads(16, 32, 128, 128), name=f"Qwen3-Next, {rows} {'row' if rows == 1 else 'rows'}")
+    yield prompting([2048], StateHeads(16, 32, 128, 128), others=18, name="Qwen3-Next, 2048 tokens")
     for tokens in (1, 16, 512):
         name = f"Mixtral-8x7B, {tokens} {'token' if tokens == 1 else 'tokens'}"
         choices, embed, hidden = Choices(tokens, experts=8, k=2), 4096, 14_336
@@ -557,41 +559,82 @@ def stepping(rows: int, heads: StateHeads, *, padding: int = 0, name: str = "") 
 
     padding: rows of padding after them.
     """
-    count = rows + padding
-    slots = count + 1
+    positions = np.full((rows + padding, 1), -1, np.int32)
+    positions[:rows, 0] = 100 * np.arange(rows)
+    case = _delta_rule(positions, np.arange(len(positions)), heads)
+    return dataclasses.replace(
+        case,
+        op="delta_rule_step",
+        name=name or f"{rows} rows, {_state_name(heads)}",
+        others=5 if len(positions) == 1 else 4,  # convolve in two, or three of one row; store the inputs; e^decay
+    )
+
+
+def prompting(lengths: Sequence[int], heads: StateHeads, *, others: int = 0, name: str = "") -> Case:
+    """Make a case of rows of many tokens of the gated delta rule; the last goes on with the sequence of the first.
+
+    lengths: tokens of each row; the first row begins a sequence.
+    """
+    slots, places = np.arange(len(lengths)), np.arange(max(lengths))
+    starts = 100 * slots
+    if len(lengths) > 1:
+        slots[-1], starts[-1] = 0, lengths[0]
+    positions = np.where(places < np.array(lengths)[:, None], starts[:, None] + places, -1).astype(np.int32)
+    chunks = len(lengths) * -(-max(lengths) // CHUNK) * heads.values
+    # Of the two matrices of a chunk; to join its diagonal blocks; of each 64 columns of a state.
+    columns = 2 * CHUNK * (3 * CHUNK * heads.key_dim + 2 * CHUNK**2) * heads.value_dim // CHUNK
+    flops = chunks * (2 * 2 * CHUNK**2 * heads.key_dim + 4 * 2 * CHUNK**3 + columns)
+    case = _delta_rule(positions, slots, heads)
+    return dataclasses.replace(
+        case,
+        name=name or f"rows of {', '.join(map(str, lengths))} tokens, {_state_name(heads)}",
+        flops=6 * flops,  # float32 in bfloat16
+        kernels=2,
+        others=others,
+        tolerance=tolerance("float32", roundings=64, products=heads.key_dim + CHUNK, passes=6),
+    )
+
+
+def _state_name(heads: StateHeads) -> str:
+    return f"{heads.keys}/{heads.values} heads of {heads.key_dim} x {heads.value_dim}"
+
+
+def _delta_rule(positions: np.ndarray, slots: np.ndarray, heads: StateHeads) -> Case:
+    """Make a case of rows at these positions, int32 [B, T], and of slots with these numbers, in any order."""
+    rows, tokens = positions.shape
+    count = len(slots) + 1
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, decay, beta, weight, conv, state, order = jax.random.split(key, 7)
-        positions = jnp.where(jnp.arange(count) < rows, 100 * jnp.arange(count), -1)
         return (
-            _normal(x, (count, 1, heads.keys, heads.features)),
-            -jax.random.exponential(decay, (count, 1, heads.values)),
-            jax.random.uniform(beta, (count, 1, heads.values)),
+            _normal(x, (rows, tokens, heads.keys, heads.features)),
+            -jax.random.exponential(decay, (rows, tokens, heads.values)),
+            jax.random.uniform(beta, (rows, tokens, heads.values)),
             _normal(weight, (heads.keys, heads.features, 4), jnp.float32),
             RecurrentState(
-                _normal(conv, (slots, 3, heads.keys, heads.features)),
-                _normal(state, (slots, heads.values, heads.key_dim, heads.value_dim), jnp.float32),
+                _normal(conv, (count, 3, heads.keys, heads.features)),
+                _normal(state, (count, heads.values, heads.key_dim, heads.value_dim), jnp.float32),
             ),
-            jax.random.permutation(order, slots)[:count].astype(jnp.int32),
-            positions[:, None].astype(jnp.int32),
+            jax.random.permutation(order, count)[slots].astype(jnp.int32),
+            jnp.asarray(positions),
         )
 
     def compared(result: Any, *args: Any) -> Any:
         output, cache = result
-        return output[:rows], cache
+        return jnp.where((positions >= 0)[..., None, None], output, 0.0), cache
 
+    moved = len(np.unique(slots))
     return Case(
-        op="delta_rule_step",
-        name=name or f"{rows} rows, {heads.keys}/{heads.values} heads of {heads.key_dim} x {heads.value_dim}",
+        op="gated_delta_rule",
+        name="",
         call=functools.partial(gated_delta_rule, key_dim=heads.key_dim),
         make=make,
         traffic=lambda args: (
-            _bytes(args[:4]) + 2 * _bytes(args[4]) * count // slots + 4 * count * heads.values * heads.value_dim
+            _bytes(args[:4]) + 2 * _bytes(args[4]) * moved // count + 4 * rows * tokens * heads.values * heads.value_dim
         ),
-        others=5 if count == 1 else 4,  # convolve in two, or three of one row; store the inputs; compute e^decay
-        rows=count,
+        rows=rows * tokens,
         state=4,
-        reference=functools.partial(references.delta_rule_step, rows=rows, key_dim=heads.key_dim),
+        reference=functools.partial(references.gated_delta_rule, key_dim=heads.key_dim),
         compared=compared,
         # exp, silu and the norms of queries and keys are a few roundings each.
         tolerance=tolerance("float32", roundings=64, products=heads.key_dim),

@@ -55,6 +55,7 @@ LIMITS = {
     "paged_attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
     "attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
     "delta_rule_step": Limit(per_sm=3),
+    "gated_delta_rule": Limit(per_sm=1, features=frozenset({"UTMALDG", "HMMA"})),
     "top_k_gating": Limit(per_sm=2),
     "permute": Limit(per_sm=16, features=frozenset({"LDG.128"})),
     "grouped_matmul": Limit(per_sm=2, features=frozenset({"UTMALDG", "HGMMA"})),

@@ -22,6 +22,7 @@ from benchmarks.kernel_cases import (
     normed,
     permuting,
     prefill,
+    prompting,
     quantized,
     quantizing,
     residual,
@@ -68,6 +69,8 @@ def checked() -> Iterator[Case]:
     for rows, state_heads in ((1, StateHeads(16, 32, 128, 128)), (5, StateHeads(3, 3, 64, 24))):
         yield stepping(rows, state_heads, padding=2)
     yield stepping(3, StateHeads(2, 4, 256, 80))
+    yield prompting((1, 63, 64, 65, 127, 128), StateHeads(2, 4, 64, 64))
+    yield prompting((300, 5, 129), StateHeads(4, 8, 128, 128))
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
     for rows, outputs, inputs in ((32, 1024, 1600), (33, 1024, 1600), (200, 4096, 4096)):
@@ -90,6 +93,7 @@ def tiny() -> Iterator[Case]:
     yield encoding(1, 8, 1, 64, merged=True)
     yield encoding(1, 8, 1, 64)
     yield stepping(2, StateHeads(1, 2, 64, 40), padding=1)
+    yield prompting((3, 5), StateHeads(1, 1, 64, 64))
     yield from quantizing(2, 128)
     yield quantized(32, 64, 128)
     yield from _experts(Choices(4, experts=4, k=2), embed=64, hidden=64)

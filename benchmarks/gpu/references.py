@@ -183,7 +183,7 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def delta_rule_step(
+def gated_delta_rule(
     qkv: np.ndarray,
     decay: np.ndarray,
     beta: np.ndarray,
@@ -192,27 +192,26 @@ def delta_rule_step(
     slot: np.ndarray,
     positions: np.ndarray,
     *,
-    rows: int,
     key_dim: int,
 ) -> tuple[np.ndarray, ...]:
-    """Move states on by one token of each of the first rows: outputs, the convolution's inputs, and all states."""
+    """Move states on token by token: outputs, 0 for padding, the convolution's inputs, and all states."""
     conv, states = (np.array(x, np.float64) for x in (cache.conv, cache.state))
-    outputs = []
-    for row, at in enumerate(slot[:rows]):
-        if positions[row, 0] == 0:
+    output = np.zeros((*decay.shape, states.shape[-1]))
+    for row, token in np.argwhere(positions >= 0):
+        at = slot[row]
+        if positions[row, token] == 0:
             conv[at], states[at] = 0, 0
-        window = np.concatenate([conv[at], qkv[row].astype(np.float64)])  # [L, Hk, F]
+        window = np.concatenate([conv[at], qkv[row, token, None].astype(np.float64)])  # [L, Hk, F]
         conv[at] = window[1:]
         x = activated(np.einsum("lhf,hfl->hf", window, weight.astype(np.float64)), "silu")
         q, k, v = np.split(x, (key_dim, 2 * key_dim), axis=-1)
         q, k = (y / np.sqrt(np.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
-        group = decay.shape[-1] // len(q)
-        q, k = (np.repeat(y, group, axis=0) for y in (q * key_dim**-0.5, k))
-        state = np.exp(decay[row, 0].astype(np.float64))[:, None, None] * states[at]
+        q, k = (np.repeat(y, decay.shape[-1] // len(q), axis=0) for y in (q * key_dim**-0.5, k))
+        state = np.exp(decay[row, token].astype(np.float64))[:, None, None] * states[at]
         error = v.reshape(len(k), -1) - np.einsum("hkv,hk->hv", state, k)
-        states[at] = state + np.einsum("hk,hv->hkv", k, beta[row, 0].astype(np.float64)[:, None] * error)
-        outputs.append(np.einsum("hkv,hk->hv", states[at], q)[None])
-    return np.stack(outputs), conv, states
+        states[at] = state + np.einsum("hk,hv->hkv", k, beta[row, token].astype(np.float64)[:, None] * error)
+        output[row, token] = np.einsum("hkv,hk->hv", states[at], q)
+    return output, conv, states
 
 
 def top_k_gating(logits: np.ndarray, *, k: int, capacity: int | None = None) -> tuple[np.ndarray, ...]:

@@ -31,7 +31,7 @@ _everywhere = (
     reference(plain.gated_delta_rule),
 )
 _delta_rule_step = Operation("delta_rule_step", mosaic(kernels.delta_rule_step), *_everywhere, example=_own_slots)
-_gated_delta_rule = Operation("gated_delta_rule", *_everywhere, example=_own_slots)
+_gated_delta_rule = Operation("gated_delta_rule", mosaic(kernels.gated_delta_rule), *_everywhere, example=_own_slots)
 
 
 def gated_delta_rule(
@@ -48,7 +48,7 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, RecurrentState]:
     """Move each row's state on by its tokens, and return what their queries read from it.
 
-    On a GPU, rows of a single token run as a kernel; on a CPU, all rows do.
+    On a GPU, rows of a single token have a kernel of their own.
 
     Queries, keys and values are silu(conv(qkv)); a query head serves the value heads of its key head, and queries and
     keys are scaled to length 1. Then, for each token, S = exp(decay) S; S += k (beta (v - S^T k))^T; o = S^T q.

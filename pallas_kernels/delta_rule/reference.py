@@ -60,10 +60,14 @@ def split(x: jax.Array, shape: tuple[int, ...], key_dim: int) -> tuple[jax.Array
       x: float32 [..., Hk, F], of each key head its query, its key and its values.
       shape: [Hv, K, V].
     """
-    heads, _, value_dim = shape
-    x = jax.nn.silu(x)
-    q, k, v = jnp.split(x, (key_dim, 2 * key_dim), axis=-1)
-    group = heads // x.shape[-2]
+    q, k, v = split_by_key_heads(x, key_dim)
+    group = shape[0] // x.shape[-2]
+    q, k = (jnp.repeat(y, group, axis=-2) for y in (q, k))
+    return q, k, v.reshape(*x.shape[:-2], shape[0], shape[-1])
+
+
+def split_by_key_heads(x: jax.Array, key_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split as `split`, without repeating queries and keys [..., Hk, K]; values [..., Hk, Hv / Hk V]."""
+    q, k, v = jnp.split(jax.nn.silu(x), (key_dim, 2 * key_dim), axis=-1)
     q, k = (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6) for y in (q, k))
-    q, k = (jnp.repeat(y, group, axis=-2) for y in (q * key_dim**-0.5, k))
-    return q, k, v.reshape(*x.shape[:-2], heads, value_dim)
+    return q * key_dim**-0.5, k, v

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.numerics import error_of, expected_of
-from benchmarks.kernel_cases import StateHeads, stepping
+from benchmarks.kernel_cases import StateHeads, prompting, stepping
 from jaxinfer.pallas_kernels import RecurrentState, gated_delta_rule
 from jaxinfer.pallas_kernels.cpu.library import use_library
 from jaxinfer.pallas_kernels.delta_rule import cpu, mosaic, reference, xla
@@ -251,3 +251,51 @@ def test_step_kernel_refuses(key_dim, value_dim, message):
     case = stepping(1, StateHeads(1, 1, key_dim, value_dim))
     with pytest.raises(UnsupportedError, match=message):
         jax.eval_shape(lambda *args: mosaic.delta_rule_step(*args, key_dim=key_dim), *case.args)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [((1, 63, 64, 65, 127, 128), StateHeads(1, 1, 64, 64)), ((70, 20, 3), StateHeads(1, 2, 96, 64))],
+)
+def test_prompt_kernels(lengths, heads):
+    """Rows that begin over NaN, that go on, and one that goes on with the first, whose last chunk is not full."""
+    case = prompting(lengths, heads)
+    args = list(case.make(jax.random.key(0)))
+    expected = expected_of(case, tuple(args))
+    args[4] = jax.tree.map(lambda x: x.at[args[5][0]].set(jnp.nan), args[4])
+    with without_races(), recorded_implementations() as used:
+        assert error_of(case, tuple(args), expected) < case.tolerance
+    assert [kind.name for kind in used["gated_delta_rule"]] == ["mosaic"]
+
+
+@pytest.mark.interpreted
+def test_prompt_kernels_agree_with_xla_on_guesses():
+    """Of which none, some or all move the state, over keys that are nearly the same and betas up to 2."""
+    case = prompting((6, 5, 4, 1), StateHeads(1, 2, 64, 64))
+    qkv, decay, beta, *rest, _, positions = case.make(jax.random.key(0))
+    qkv = qkv.at[:, 1:].set(qkv[:, :1] + 0.01 * qkv[:, 1:])
+    args = [qkv, 0.01 * decay, 2 * beta, *rest, jnp.arange(4), positions.at[3].set(-1), jnp.array([1, 5, 0, 0])]
+    expected = jitted(xla.gated_delta_rule)(*args, key_dim=64)
+    with without_races():
+        found = mosaic.gated_delta_rule(*args, key_dim=64)
+    real = np.asarray(args[6]) >= 0
+    np.testing.assert_allclose(found[0][real], expected[0][real], atol=2e-5)
+    np.testing.assert_allclose(found[1].state, expected[1].state, atol=2e-5)
+    np.testing.assert_array_equal(found[1].conv, expected[1].conv)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "key_dim", "value_dim", "message"),
+    [
+        (2, 256, 64, "at most 128 keys, got 256"),
+        (2, 12, 64, "a multiple of 8 keys, got 12"),
+        (2, 64, 96, "a multiple of 64 columns, got 96"),
+        (65, 64, 64, "at most 64 tokens, got 65"),
+    ],
+)
+def test_prompt_kernels_refuse(tokens, key_dim, value_dim, message):
+    case = prompting((tokens,), StateHeads(1, 1, key_dim, value_dim))
+    kept = jax.ShapeDtypeStruct((1,), jnp.int32)
+    with pytest.raises(UnsupportedError, match=message):
+        jax.eval_shape(lambda *args: mosaic.gated_delta_rule(*args, key_dim=key_dim), *case.args, kept)

@@ -18,7 +18,14 @@ from jaxinfer.pallas_kernels.target import targeting
 H200 = Target.load("h200").gpu
 CASES = list(every_case())
 # Their own tests lower some shapes, and with the marker `aot` every case is compiled.
-SLOW = ("decode_attention", "linear_residual", "norm_linear", "paged_attention", "small_batch_linear")
+SLOW = (
+    "decode_attention",
+    "gated_delta_rule",
+    "linear_residual",
+    "norm_linear",
+    "paged_attention",
+    "small_batch_linear",
+)
 
 
 def traced(case):
