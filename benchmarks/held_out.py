@@ -28,7 +28,7 @@ FAMILIES = (
     *("gemma", "seed_oss", "ernie4_5", "exaone4", "ministral", "qwen3_vl", "minimax_m2", "exaone_moe", "hy_v3"),
     *("ernie4_5_moe", "vaultgemma", "cwm", "mellum", "solar_open", "internlm3", "qwen2_5_vl"),
     *("arcee", "afmoe", "nemotron", "apertus", "ministral3", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "gemma4_text", "gemma4"),
 )
 TOLERANCE = 1e-4
 """Of log probabilities in float32. Tokens may differ where two are nearly as likely; none did."""

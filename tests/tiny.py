@@ -126,7 +126,7 @@ def fill[Model: nnx.Module](make: Callable[[], Model], rng: np.random.Generator)
         if len(variable.shape) >= 2 or name[-1] in ("selection_bias", "decay", "step_bias"):
             value = rng.normal(0, 0.4, variable.shape)
         else:
-            value = np.full(variable.shape, {"bias": 0, "scale": 1}[name[-1]])
+            value = np.full(variable.shape, {"bias": 0, "scale": 1, "output_scale": 1, "expert_scale": 1}[name[-1]])
         variable.set_value(jax.device_put(value.astype(variable.dtype), jax.devices()[0]))
     return model
 

@@ -19,7 +19,7 @@ from benchmarks.report import Report
 from jaxinfer import PoolingParams, SamplingParams
 from jaxinfer.compiled import Costs, ProgramCache
 from jaxinfer.generation.api.embedding import embed
-from jaxinfer.generation.engine.batch import Batch, PageBlock, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import Batch, PageBlock, SequenceOutput, StateBlock, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
 from jaxinfer.generation.engine.decider import RequestDecider
@@ -95,7 +95,7 @@ class InstantExecutor:
     def wait(self, step: InFlightStep) -> None:
         """Do nothing: answers are there."""
 
-    def read_pages(self, batch: Batch) -> list[list[PageBlock]]:
+    def read_pages(self, batch: Batch) -> list[list[PageBlock | StateBlock]]:
         """Bring no page to the host."""
         return []
 

@@ -38,6 +38,7 @@ from jaxinfer.sharding.collectives import use_rules
 DEVICES = 64
 """Virtual devices, the most that layers are compiled for."""
 EMBED, EXPERTS, CHOSEN = 64, 16, 2
+NORM = c.NormConfig(kind=c.NormKind.RMS)
 FLOAT_BYTES = 4
 MESHES = tuple((p, column) for p in (2, 4, 8, 16) for column in (1, 2, 4, 8) if column <= p)
 """How many devices have experts, and how many of them have the same tokens: the paper's p and L."""
@@ -146,7 +147,7 @@ def exchanged(layout: Layout, exchange: str) -> dict[str, Any]:
 def _compiled(layout: Layout, rules: ShardingRules, mesh: Mesh) -> str:
     """The optimised module of a layer, of which only shapes are known."""
     weights = WeightFormat(dtype=np.dtype(jnp.float32))
-    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(EMBED, layout.mlp, weights, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(EMBED, layout.mlp, NORM, weights, rngs=nnx.Rngs(0))))
     variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     specs = [rules.spec(*variable.get_metadata("axes"), mesh=mesh) for variable in variables]
     leaves, tree = jax.tree.flatten(state)

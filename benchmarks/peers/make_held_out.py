@@ -21,6 +21,8 @@ SEES |= {"image_size": 28, "patch_size": 14}
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 SCALED = ("linear", "llama3", "yarn")
 QWEN_SEES = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
+GEMMA_4_SEES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA_4_SEES |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "position_embedding_size": 4}
 LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
@@ -359,6 +361,23 @@ def olmo_hybrid(draw):
     return fields | (draw.rope() if draw.coin() else {"rope_parameters": {"rope_type": "default", "rope_theta": None}})
 
 
+def gemma4_text(draw, **more):
+    fields = draw.sizes(layers=(4, 6)) | {"head_dim": draw.choice([8, 20]), "global_head_dim": draw.choice([12, 32])}
+    layers = fields["num_hidden_layers"]
+    kinds = ["sliding_attention", "full_attention", *draw.choices(["sliding_attention", "full_attention"], layers - 3)]
+    fields |= {"layer_types": [*kinds, "full_attention"], "sliding_window": draw.choice([5, 9])}
+    fields |= {"num_kv_shared_layers": draw.choice([0, layers - 2]), "hidden_size_per_layer_input": draw.choice([0, 6])}
+    fields |= {"vocab_size_per_layer_input": fields["vocab_size"], "final_logit_softcapping": draw.choice([None, 5.0])}
+    return fields | draw.flags("use_double_wide_mlp", "attention_bias", "tie_word_embeddings") | more
+
+
+def gemma4(draw):
+    fields = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": draw.choice([2, 3])}
+    fields |= {"moe_intermediate_size": draw.choice([8, 20]), "num_global_key_value_heads": 1}
+    text = gemma4_text(draw, hidden_size_per_layer_input=0, attention_k_eq_v=True, **fields)
+    return {"text_config": text, "vision_config": GEMMA_4_SEES} | draw.flags("tie_word_embeddings")
+
+
 def as_transformers_4(config):
     """Rope parameters in the fields that they were in; those by kind of layer are left as they are."""
     for fields in (config, config.get("text_config") or {}):
@@ -389,6 +408,8 @@ def randomise(model):
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape))
     model.tie_weights()
 
 

@@ -91,7 +91,8 @@ class Fitting:
             case "layers", layer, "attention", part:
                 attention = config.layer(int(layer)).attention
                 kv_heads = attention.kv_heads
-                heads = {"qkv": kv_heads * attention.rows_per_kv_head, "k_norm": kv_heads}.get(part, attention.q_heads)
+                fused = kv_heads * (attention.group + attention.kv_parts)
+                heads = {"qkv": fused, "k_norm": kv_heads}.get(part, attention.q_heads)
                 return heads * attention.head_dim
             case "layers", layer, "delta_rule", part:
                 mixer = config.layer(int(layer)).mixer
@@ -195,7 +196,7 @@ def _fit(
     if not isinstance(config, ViTConfig) and ways["vocab"] > 1:
         vocab = _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
         if vocab != config.vocab:
-            takes["embed"] = takes["head"] = _padded(config.vocab, vocab)
+            takes |= dict.fromkeys(("embed", "head", "layer_inputs.table"), _padded(config.vocab, vocab))
             assert not isinstance(fitted, ViTConfig)
             fitted = dataclasses.replace(fitted, padded_vocab=vocab)
     fitting = Fitting(original=config, config=fitted, takes=takes)
@@ -270,11 +271,13 @@ def _fit_heads(attention: AttentionConfig, ways: int, weights: WeightFormat) -> 
         real_q_heads=attention.q_heads,
     )
     by_query = _features(queries.reshape(-1), attention.head_dim)
-    if attention.shares_kv:  # it is fitted as the layer that has its keys and values
-        return fitted, dict.fromkeys(("qkv", "gate", "out", "q_norm"), by_query)
-    width = attention.group + 2  # of a KV head in qkv: its queries, its key, its value
+    parts = attention.kv_parts
+    width = attention.group + parts  # of a KV head in qkv: its queries, its key, its value
     rows = [
-        [*(_row(q, attention) for q in queries[head]), *(k if k < 0 else k * width + width - i for i in (2, 1))]
+        [
+            *(_row(q, attention) for q in queries[head]),
+            *(k if k < 0 else k * width + width - i for i in range(parts, 0, -1)),
+        ]
         for head, k in enumerate(keys)
     ]
     return fitted, {
@@ -296,7 +299,7 @@ def _check_delta_rule(mixer: DeltaRuleConfig, ways: int, weights: WeightFormat) 
 
 def _row(query: int, attention: AttentionConfig) -> int:
     """Return where a query head is in qkv, in units of heads."""
-    return -1 if query < 0 else query + 2 * (query // attention.group)
+    return -1 if query < 0 else query + attention.kv_parts * (query // attention.group)
 
 
 def _features(heads: np.ndarray, head_dim: int) -> Take:

@@ -31,9 +31,15 @@ def shape_of(name: str, config: DecoderConfig) -> ModelShape:
         heads=math.gcd(*map(_heads, config.pattern)),
         tied=config.tied,
         layers=layers,
-        whole_params=_params(leaf for leaf in outer if not _is_split(leaf)),
+        whole_params=_params(leaf for leaf in outer if not _is_split(leaf)) + _left_out(config, each),
         word_width=0 if config.word_embed is None else config.word_embed,
+        inputs_width=0 if config.layer_inputs is None else config.layers * config.layer_inputs,
     )
+
+
+def _left_out(config: DecoderConfig, each: DecoderConfig) -> int:
+    """The parameters that make the vectors of layers which `each` does not have (`layer_inputs`)."""
+    return (config.layers - each.layers) * (config.layer_inputs or 0) * config.embed
 
 
 def _heads(kind: LayerConfig) -> int:
@@ -54,7 +60,7 @@ def _mixer(embed: int, mixer: Mixer) -> dict[str, Any]:
         )
     assert isinstance(mixer, AttentionConfig)
     return {
-        "kv_params": 0 if mixer.shares_kv else 2 * mixer.kv_heads * mixer.head_dim * embed,
+        "kv_params": mixer.kv_parts * mixer.kv_heads * mixer.head_dim * embed,
         "shares_kv": mixer.shares_kv,
         "kv_values": mixer.kv_values,
         "kv_heads": mixer.kv_heads,

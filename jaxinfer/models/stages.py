@@ -121,12 +121,18 @@ def divide(config: DecoderConfig, count: int) -> Stages:
     """Divide the layers of a model into so many stages, as evenly as they go, the first ones larger.
 
     Raises ValueError if there are fewer layers than stages, so many kinds of layers that each device would have as many
-    positions as the model has layers, or layers that use keys and values of another stage.
+    positions as the model has layers, layers that use keys and values of another stage, or layers that take vectors of
+    a second table.
     """
     if count > config.layers:
         raise ValueError(
             f"mesh pipeline={count}: the model has {config.layers} layers, fewer than stages; lower pipeline to at "
             f"most {config.layers}."
+        )
+    if config.layer_inputs is not None:
+        raise ValueError(
+            f"mesh pipeline={count}: vectors of a second table for each layer (`DecoderConfig.layer_inputs`) are not "
+            "implemented in stages; set pipeline = 1 and split by tensor."
         )
     kinds, sizes = config.layer_kinds, [len(range(stage, config.layers, count)) for stage in range(count)]
     first = [sum(sizes[:stage]) for stage in range(count)]

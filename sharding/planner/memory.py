@@ -84,7 +84,8 @@ def outer_bytes(runner: Runner) -> float:
     model, ways = runner.model, runner.ways
     matrices = 1 if model.tied or ways.pipeline > 1 else 2
     table = model.head_params_of(ways.slices) * runner.format.weight_bytes
-    return matrices * table + model.whole_params * WHOLE_BYTES
+    inputs = model.inputs_width * model.vocab / ways.slices * runner.format.weight_bytes
+    return matrices * table + inputs + model.whole_params * WHOLE_BYTES
 
 
 def kv_bytes(runner: Runner, tokens: float, slots: float) -> float:

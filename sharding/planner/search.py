@@ -33,7 +33,7 @@ def meshes(model: ModelShape, devices: int) -> Iterator[Ways]:
     for slices in _divisors(math.gcd(devices, model.heads)):
         for pipeline in _divisors(devices // slices):
             data = devices // slices // pipeline
-            if pipeline > model.depth or (pipeline > 1 and model.shares_kv):
+            if pipeline > model.depth or (pipeline > 1 and not model.has_stages):
                 continue
             for expert in _divisors(slices) if model.experts else (1,):
                 if not model.experts or model.experts % (data * expert) == 0:

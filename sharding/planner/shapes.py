@@ -98,6 +98,7 @@ class ModelShape:
       tied: whether the head's matrix is the embedding's.
       whole_params: parameters of no layer that every device has, in 32 bits: the last norm, learned positions.
       word_width: width of the embedding and the head, if not `hidden`.
+      inputs_width: width of a second table, which all layers take vectors of; 0: there is none.
       layers: kinds of layers; order does not matter, since stages get equal shares of each kind.
     """
 
@@ -109,6 +110,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     whole_params: int = 0
     word_width: int = 0
+    inputs_width: int = 0
 
     @property
     def depth(self) -> int:
@@ -128,8 +130,13 @@ class ModelShape:
 
     @property
     def shares_kv(self) -> bool:
-        """Whether some layers use the keys and values of others, which must be in the same stage."""
+        """Whether some layers use the keys and values of others."""
         return any(layer.shares_kv for layer in self.layers)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it runs in stages: not if layers share keys and values, or take vectors of a second table."""
+        return not self.shares_kv and not self.inputs_width
 
     @property
     def has_states(self) -> bool:
@@ -150,7 +157,8 @@ class ModelShape:
     def params(self) -> int:
         """All parameters; of models in `data/models.toml` without norms and biases."""
         layers = sum(layer.count * layer.all_params for layer in self.layers)
-        return layers + self.head_params * (1 if self.tied else 2) + self.whole_params
+        tables = self.head_params * (1 if self.tied else 2) + self.inputs_width * self.vocab
+        return layers + tables + self.whole_params
 
     @classmethod
     def from_fields(cls, name: str, fields: Mapping[str, Any]) -> "ModelShape":
@@ -208,7 +216,7 @@ class _Fields:
         mixer: dict[str, Any] = self._delta_rule() if recurrent else self._attention()
         if mixture:
             mixer["params"] += self._mlp_params(self.shared_mlp)
-            expert = {"whole_params": self.hidden * self.experts}
+            expert: dict[str, Any] = {"whole_params": self.hidden * self.experts}
             expert |= {"experts": self.experts, "chosen": self.chosen}
             expert["expert_params"] = self._mlp_params(self.expert_mlp or self.mlp or 4 * self.hidden)
         else:

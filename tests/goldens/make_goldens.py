@@ -14,6 +14,7 @@ with the token ids and scores of all beams, best first.
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -90,6 +91,12 @@ GEMMA_SEEING = {
     "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 4, "patch_size": 2},
     "mm_tokens_per_image": 4,
 }
+GEMMA_4 = {"hidden_size_per_layer_input": 0}
+GEMMA_4_SEEING = {
+    "vision_config": VISION
+    | {"model_type": "gemma4_vision", "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2}
+    | {"position_embedding_size": 4}
+}
 SEES = {"class": "Mistral3ForConditionalGeneration"}
 QWEN_SEEING = {
     "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2}
@@ -150,7 +157,8 @@ def rope(kind: str, **fields: float) -> dict:
 
 
 # name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling,
-# beam searches, lengths of the rows, one tensor for all experts, the fields of the text part beside the others)
+# beam searches, lengths of the rows, one tensor for all experts, the fields of the text part beside the others, one
+# width of all full attention)
 GOLDENS: dict[str, tuple[dict, dict]] = {
     "gpt2_tied": (GPT2, {"strip": "transformer."}),
     "gpt2_awkward": (
@@ -1220,13 +1228,70 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
         {"bf16": True, "lengths": (70, 9, 1), "fused": True},
     ),
+    "gemma4_text_plain": (
+        LLAMA | GEMMA_4 | {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5},
+        LONG,
+    ),
+    "gemma4_text_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "global_head_dim": 12,
+            "sliding_window": 3,
+            "layer_types": [("full" if i in (1, 5) else "sliding") + "_attention" for i in range(6)],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 53,
+            "final_logit_softcapping": 3.0,
+        },
+        LONG | {"bf16": True},
+    ),
+    "gemma4_sees": (
+        {
+            "text_config": LLAMA
+            | GEMMA_4
+            | {"num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+            | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64}
+            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0}
+        }
+        | GEMMA_4_SEEING,
+        LONG | {"class": "Gemma4ForConditionalGeneration", "widths": True},
+    ),
+    "gemma4_awkward": (
+        {
+            "text_config": LLAMA
+            | GEMMA_4
+            | {
+                "vocab_size": 53,
+                "num_hidden_layers": 4,
+                "head_dim": 10,
+                "global_head_dim": 24,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "sliding_window": 3,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "enable_moe_block": True,
+                "num_experts": 6,
+                "top_k_experts": 3,
+                "moe_intermediate_size": 10,
+            }
+        }
+        | GEMMA_4_SEEING,
+        NEW_FUSED | {"class": "Gemma4ForConditionalGeneration", "widths": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that a wrong one shows, norms and biases included."""
-    adds_one = any(name in model.config.model_type for name in ("gemma", "nemotron"))  # norms multiply by 1 + weight
+    adds_one = re.match("gemma[23]?($|_)|vaultgemma|nemotron", model.config.model_type)  # norms: 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
@@ -1241,6 +1306,8 @@ def randomise(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_((0.3 * torch.randn(buffer.shape)).bfloat16())
+        elif name.endswith("layer_scalar"):
+            buffer.copy_((1 + 0.3 * torch.randn(buffer.shape)).bfloat16())
 
 
 def old_spelling(config: dict) -> dict:
@@ -1275,6 +1342,15 @@ def as_published(config: dict) -> dict:
     text["rope_scaling"]["type"] = "mrope"
     text.pop("layer_types")
     return text | config
+
+
+def as_one_width(config: dict) -> dict:
+    """The config of Gemma 4 as its published files have it: one width for all layers with full attention."""
+    text = config["text_config"]
+    full = list(text.pop("per_layer_config").values())[-1]
+    text["global_head_dim"] = full["head_dim"]
+    text["num_global_key_value_heads"] = full["num_key_value_heads"]
+    return config
 
 
 def make(name: str, seed: int) -> None:
@@ -1363,6 +1439,8 @@ def rewrite(directory: pathlib.Path, options: dict) -> None:
     """Give the files the spellings that older or other checkpoints have."""
     if options.get("legacy"):
         write_config(directory, old_spelling)
+    if options.get("widths"):
+        write_config(directory, as_one_width)
     if options.get("flat"):
         write_config(directory, as_published)
     weights = load_file(directory / "model.safetensors")

@@ -56,8 +56,10 @@ IN_STAGES = [
     name
     for name in DECODERS
     if len({kind.attention.scale for kind in config_of(name).pattern if kind.has_attention}) == 1
+    and not config_of(name).shares_kv
+    and config_of(name).layer_inputs is None
 ]
-"""Decoders with layers that compute the same with other weights, which stages need."""
+"""Decoders with layers that compute the same with other weights, on their own, which stages need."""
 
 _GGUF = {architecture.model_type for architecture in ARCHITECTURES.values()}
 
@@ -178,22 +180,23 @@ def forward_by_layers(graph, state, tokens, positions, caches=None, page_table=N
     """Logits [B, T, V] and the caches, from a program for each kind of layer: layers that are alike share theirs."""
     model, slot = nnx.merge(graph, state), np.arange(len(tokens), dtype=np.int32)
     rows = TokenRows(tokens, positions, page_table, slot=slot)
-    x, used = _enter(graph, state, rows), list(caches or [None] * len(model.cfg.cached_layers))
-    for layer, place in zip(model.layers, model.cfg.cache_places, strict=True):
+    (x, rows), used = _enter(graph, state, rows), list(caches or [None] * len(model.cfg.cached_layers))
+    for number, (layer, place) in enumerate(zip(model.layers, model.cfg.cache_places, strict=True)):
         layer_graph, layer_state = nnx.split(layer)
-        x, used[place] = _run_layer((layer_graph, model.cfg.positions), layer_state, x, rows, used[place])
+        x, used[place] = _run_layer((layer_graph, model.cfg.positions), layer_state, x, rows, number, used[place])
     return _leave(graph, state, x, rows), used
 
 
 @_jit
 def _enter(graph, state, rows):
-    return nnx.merge(graph, state).enter((rows,))[0]
+    x, context = nnx.merge(graph, state).enter((rows,))
+    return x, context.groups[0]
 
 
 @_jit
-def _run_layer(graph_and_positions, state, x, rows, cache):
+def _run_layer(graph_and_positions, state, x, rows, number, cache):
     graph, kinds = graph_and_positions
-    return nnx.merge(graph, state)(x, ForwardContext.from_groups((rows,), kinds), cache)
+    return nnx.merge(graph, state)(x, ForwardContext.from_groups((rows,), kinds).of_layer(number), cache)
 
 
 @_jit

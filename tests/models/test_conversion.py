@@ -259,8 +259,8 @@ def test_missing_extra_and_misshaped_tensors_are_all_listed(hf, out):
 
 def test_configs(hf, out):
     config = (hf / "config.json").read_text()
-    _edit(hf / "config.json", model_type="mamba")
-    _refuses(hf, out, r"hf: config\.json: model_type='mamba' is not implemented; known: .*llama")
+    _edit(hf / "config.json", model_type="ctrl")
+    _refuses(hf, out, r"hf: config\.json: model_type='ctrl' is not implemented; known: .*llama")
     (hf / "config.json").write_text(config)
     _edit(hf / "config.json", hidden_act="tanh")
     _refuses(hf, out, "hidden_act='tanh' is not implemented")

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.models.abstract import variables
-from jaxinfer.models.config import Activation, MlpConfig, MoeConfig, RouterConfig, SharedMix
+from jaxinfer.models.config import Activation, MlpConfig, MoeConfig, NormConfig, NormKind, RouterConfig, SharedMix
 from jaxinfer.models.layers.moe import Moe
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import MeshConfig, ShardingRules
@@ -18,6 +18,7 @@ from jaxinfer.sharding.collectives import use_rules
 from jaxinfer.sharding.planner.exchanges import ExchangeSizes
 
 EMBED, EXPERTS, CHOICES = 16, 8, 3
+NORM = NormConfig(kind=NormKind.RMS)
 EXCHANGES = ("all_to_all", "pcc", "pcc_all_gather", "all_gather")
 ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
 SOME_AXES = ({"expert": 4}, {"expert": 2, "tensor": 2}, {"data": 4}, {"data": 2, "expert": 2})
@@ -37,7 +38,7 @@ def config(*, shared=None, bias=True, **router):
 @functools.cache
 def module_of(cfg, dtype="float32"):
     """The layer with random weights; biases too are random."""
-    moe = nnx.eval_shape(lambda: Moe(EMBED, cfg, WeightFormat(dtype=jnp.dtype(dtype)), rngs=nnx.Rngs(0)))
+    moe = nnx.eval_shape(lambda: Moe(EMBED, cfg, NORM, WeightFormat(dtype=jnp.dtype(dtype)), rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     for variable in variables(moe).values():
         noise = rng.normal(size=variable.shape).astype(np.float32)

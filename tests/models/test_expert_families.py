@@ -83,7 +83,7 @@ def other_layout(name: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
     return changed
 
 
-@pytest.mark.parametrize("name", [name for name in goldens.EXPERTS if not name.startswith("granite")])
+@pytest.mark.parametrize("name", [name for name in goldens.EXPERTS if not name.startswith(("granite", "gemma4"))])
 def test_both_layouts_give_the_same_leaves(name):
     """Goldens that are plain have a tensor for each expert, awkward ones one for all."""
     tensors = load_file(goldens.DIRECTORY / name / "model.safetensors")

@@ -61,6 +61,28 @@ def test_a_text_part_alone_is_that_of_the_whole(model_type):
     assert plan(family, config, alone).keys() == plan(family, config, shapes).keys()
 
 
+def test_gemma_4_without_fields_is_as_in_transformers():
+    fields = ("layer_types", "per_layer_config", "rope_parameters")
+    config = config_of("gemma4_text_plain", **dict.fromkeys(fields), num_hidden_layers=7)
+    kinds = [config.layer(layer).attention for layer in range(7)]
+    assert [(kind.window, kind.head_dim) for kind in kinds] == [*[(5, 8)] * 5, *[(None, 512)] * 2]
+    assert (kinds[5].positions.theta, kinds[5].positions.turning_pairs, kinds[0].positions.theta) == (1e6, 64, 1e4)
+    frequencies = rotary_frequencies(kinds[5].positions)
+    assert len(frequencies) == 256
+    assert not frequencies[64:].any()
+    np.testing.assert_allclose(frequencies[:64], 1e6 ** (-np.arange(64) / 256), rtol=1e-6)
+
+
+GEMMA_4 = "gemma4_text_awkward"
+"""Its last three layers use the keys and values of others."""
+
+
+def test_unused_keys_of_gemma_4_are_ignored():
+    family, config, shapes = family_of(hf_config(GEMMA_4)), config_of(GEMMA_4), shapes_of(GEMMA_4)
+    unused = {f"model.layers.5.self_attn.{name}.weight": (12, 24) for name in ("k_proj", "v_proj", "k_norm")}
+    assert plan(family, config, shapes | unused).keys() == plan(family, config, shapes).keys()
+
+
 def test_olmo_hybrid_without_fields_is_as_in_transformers():
     widths = dict.fromkeys(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim"))
     config = config_of("olmo_hybrid_plain", **widths, linear_value_head_dim=None, layer_types=None, num_hidden_layers=3)
@@ -179,6 +201,10 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("gemma3_text_window", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma3_text_window", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
         ("gemma_plain", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma4_text_plain", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not impl"),
+        ("gemma4_text_plain", {"per_layer_config": {"1": {"sliding_window": 9}}}, "sliding_window in per_layer_config"),
+        ("gemma4_text_plain", {"num_kv_shared_layers": 6}, "shares_kv of layer 0: no layer before it"),
+        ("gemma4_text_awkward", {"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input=99 is not implemented"),
         (
             "exaone4_awkward",
             {"layer_types": None, "sliding_window_pattern": "LLLG"},

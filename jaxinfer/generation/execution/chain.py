@@ -193,7 +193,8 @@ class ChainDecoderPasses(ChainPasses):
         """Run layers; returns what is there when they have run, with the slices before this one."""
         adapters = None if state.adapters is None else state.adapters[layers.layers]
         sizes, given = Layer.of_kind(part.sizes, layers.kind, layers.count), caches.take(layers, part.pages)
-        part.x, written = self._programs.run(sizes, leaves, adapters, given, part.x, part.groups)
+        number = np.int32(layers.first) if state.layout.config.layer_inputs else None
+        part.x, written = self._programs.run(sizes, leaves, adapters, given, part.x, part.groups, number)
         return caches.give(layers, part.pages, written)  # not x, which is donated to the next layer
 
     def _run_experts(
@@ -215,7 +216,7 @@ class ChainDecoderPasses(ChainPasses):
             sizes = RunExperts.of_kind(part.sizes, kind)
             y = run(sizes, [x for _, x in group], h, routing.tokens, y, first[numbers], rows)
             experts.computing(y)
-        part.x, done = run(Join.of_kind(part.sizes, kind), leaves, part.x, h, routing, y)
+        part.x, done = run(Join.of_kind(part.sizes, kind), leaves, part.x, routing, y)
         experts.computing(done)
         return done
 

@@ -179,7 +179,7 @@ def _shapes(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
         attention = kind.attention
         width = attention.q_heads * attention.head_dim
         shapes = {
-            "attention.qkv": (attention.kv_heads * attention.rows_per_kv_head * attention.head_dim, embed),
+            "attention.qkv": (attention.kv_heads * (attention.group + attention.kv_parts) * attention.head_dim, embed),
             "attention.out": (embed, width),
         }
         if attention.output_gate:

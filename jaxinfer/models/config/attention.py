@@ -44,6 +44,8 @@ class AttentionConfig(Mixer):
     qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
     qk_norm_after_rope: bool = False  # normalise them after it (Hunyuan)
     qk_norm_scope: QKNormScope = QKNormScope.HEAD
+    value_norm: bool = False  # divide each value by its root mean square, without weights (Gemma 4)
+    keys_are_values: bool = False  # values are the keys as projected: before norms and rotation (Gemma 4)
     shares_kv: bool = False  # take the keys and values of the last layer before that is alike and has its own (Gemma 4)
     output_gate: bool = False  # multiply each feature of the heads by sigmoid(x G), with a matrix G (AFMoE, Qwen3.5)
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
@@ -93,9 +95,11 @@ class AttentionConfig(Mixer):
         return self.q_heads // self.kv_heads
 
     @property
-    def rows_per_kv_head(self) -> int:
-        """Heads of the fused projection for each KV head: its queries, and its key and value unless they are shared."""
-        return self.group + (0 if self.shares_kv else 2)
+    def kv_parts(self) -> int:
+        """Heads of the fused projection for each KV head, after its queries: its key and its value, or fewer."""
+        if self.shares_kv:
+            return 0
+        return 1 if self.keys_are_values else 2
 
     @property
     def kv_values(self) -> int:

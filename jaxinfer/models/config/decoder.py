@@ -23,6 +23,7 @@ class DecoderConfig(TextModelConfig):
     embed_norm: bool = False  # normalise the embeddings (BLOOM)
     embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
     word_embed: int | None = None  # width of the embeddings and the head, projected to and from embed (OPT-350m)
+    layer_inputs: int | None = None  # width of what each layer takes of a second table, by token (Gemma 4)
     final_norm: bool = True  # normalise after the last layer
     tied: bool = False  # the output projection is the embedding table
     head_bias: bool = False
@@ -43,6 +44,10 @@ class DecoderConfig(TextModelConfig):
             raise ValueError(f"DecoderConfig has {experts} experts; models of at most {MAX_EXPERTS} are known.")
         if self.word_embed is not None:
             require_positive(self, "word_embed")
+        if self.layer_inputs is not None:
+            require_positive(self, "layer_inputs")
+            if self.word_embed is not None or self.norm.kind is not NormKind.RMS:
+                raise ValueError("DecoderConfig.layer_inputs needs word_embed=None and NormConfig.kind=rms.")
         if self.tied and self.head_bias:
             raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
 
@@ -50,6 +55,8 @@ class DecoderConfig(TextModelConfig):
         scope = kind.attention.qk_norm_scope if kind.has_attention else QKNormScope.HEAD
         if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
             raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
+        if self.layer_inputs is not None and (kind.mlp.moe is not None or kind.block.is_parallel):
+            raise ValueError("DecoderConfig.layer_inputs is not implemented with experts or parallel blocks.")
         if self.residual_scale != 1.0 and kind.block is not BlockKind.SEQUENTIAL:
             raise ValueError(f"DecoderConfig.residual_scale={self.residual_scale} needs sequential blocks.")
 

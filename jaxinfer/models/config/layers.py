@@ -37,6 +37,7 @@ class LayerConfig:
     mixer: Mixer
     mlp: MlpConfig
     block: BlockKind = BlockKind.SEQUENTIAL
+    output_scale: bool = False  # multiply the residual stream after the layer by a learned number (Gemma 4)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mixer, AttentionConfig) and self.block.is_parallel:

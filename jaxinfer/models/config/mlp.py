@@ -37,12 +37,13 @@ class SharedMix(enum.StrEnum):
 
     ADD = "add"  # as it is (DeepSeek)
     GATED = "gated"  # times sigmoid(x g), with a gate g (Qwen2-MoE)
+    NORMALIZED = "normalized"  # each normalised, before and after, with weights of its own (Gemma 4)
     RESIDUAL = "residual"  # both times their share of softmax(x C), with two coefficients (Residual-MoE)
 
     @property
     def gates(self) -> int:
         """The number of vectors that the weights are computed with."""
-        return {SharedMix.ADD: 0, SharedMix.GATED: 1, SharedMix.RESIDUAL: 2}[self]
+        return {SharedMix.GATED: 1, SharedMix.RESIDUAL: 2}.get(self, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class RouterConfig:
     kind: RouterKind = RouterKind.SOFTMAX
     normalize: bool = True  # the weights of a token's experts are divided by their sum
     scale: float = 1.0  # then multiplies them
+    expert_scale: bool = False  # then a learned number of the expert does (Gemma 4)
     selection_bias: bool = False  # a number for each expert is added to its score for the choice, not to its weight
     groups: int = 1  # of equally many experts
     groups_per_token: int = 1  # the best groups, of which a token's experts are

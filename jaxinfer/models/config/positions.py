@@ -49,6 +49,7 @@ class PositionsConfig:
     kind: PositionKind
     theta: float = 10_000.0  # rotary: base wavelength
     rotary_dim: int = 0  # rotary: leading features of each head that are rotated, i paired with i + rotary_dim / 2
+    turning_pairs: int | None = None  # rotary: so many pairs turn, the first ones; None: all (Gemma 4)
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:

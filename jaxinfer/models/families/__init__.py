@@ -30,6 +30,8 @@ from jaxinfer.models.families import (
     gemma2,
     gemma3,
     gemma3_text,
+    gemma4,
+    gemma4_text,
     glm,
     glm4,
     glm4_moe,
@@ -87,7 +89,7 @@ from jaxinfer.models.families.mapping import Family, Shape, Source, listed, plan
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
-    *(gemma3, gemma3_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
+    *(gemma3, gemma3_text, gemma4, gemma4_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(gemma, seed_oss, ernie4_5, exaone4, ministral, qwen3_vl, qwen2_5_vl, qwen3_5, vaultgemma, cwm, internlm3),
     *(arcee, nemotron, apertus, ministral3, hunyuan_v1_dense, olmo_hybrid),
@@ -107,17 +109,15 @@ STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, y
 
 _LATENT, _INDEXED = "multi-head latent attention", "attention to the tokens that an indexer chooses"
 _SINKS, _STATES = "attention sinks", "state-space layers (Mamba-2)"
-_SHARED_KV, _LAYER_INPUTS = "layers that use the keys and values of others", "layer inputs from a second table"
 _STREAMS, _DECAYS = "several residual streams", "a delta rule whose decay differs between features"
 _CLAMPED = "the activation that swiglu_limit clamps"
 REFUSED = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu", "kimi_k25"), (_LATENT,)
     ),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), (_LATENT, _INDEXED)),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4"), (_LATENT, _INDEXED)),
     "longcat_flash": (_LATENT, "layers of two attentions and two MLPs", "experts that return their input"),
     "kimi_linear": (_LATENT, _DECAYS),
-    "mistral_large4": (_LATENT, _INDEXED, _SHARED_KV),
     "glm5_next": (_LATENT, _INDEXED, _DECAYS),
     "hy_v4": (_INDEXED, _STREAMS),
     "minimax_m3_vl": ("attention to the blocks that an indexer chooses", _CLAMPED),
@@ -133,8 +133,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), (_SINKS,)),
     "mimo_v2_flash": (_SINKS, "values that are narrower than keys"),
-    **dict.fromkeys(("gemma4", "gemma4_text"), (_SHARED_KV, _LAYER_INPUTS, "norms of values")),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), (_SHARED_KV, _LAYER_INPUTS, _STREAMS)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), (_STREAMS, "MLPs whose gates are sparse")),
     **dict.fromkeys(("llama4", "llama4_text"), ("attention inside of blocks", "experts whose inputs are scaled")),
     **dict.fromkeys(("lfm2", "lfm2_moe"), ("layers of short convolutions",)),
     **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), (_STATES,)),

@@ -223,10 +223,12 @@ class Fields:
         fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
         if not 0 <= fraction <= 1:
             raise ValueError(f"{self.file}: {fraction_names[0]}={fraction} must be in [0, 1]; correct it.")
+        proportional = rope.values.get("rope_type") == "proportional"
         return PositionsConfig(
             kind=PositionKind.ROTARY,
             theta=theta,
-            rotary_dim=int(head_dim * fraction),
+            rotary_dim=head_dim if proportional else int(head_dim * fraction),
+            turning_pairs=int(fraction * head_dim // 2) if proportional else None,
             scaling=self._rope_scaling(name, rope),
         )
 
@@ -274,7 +276,7 @@ class Fields:
         known.add("max_position_embeddings")  # a copy of the config's that nothing reads
         if unknown := sorted(rope.values.keys() - known):
             refuse(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
-        if kind == "default":
+        if kind == "default" or (kind == "proportional" and "factor" not in rope.values):
             return None
         original = self.optional(int, "original_max_position_embeddings")
         original = original or rope.optional(int, "original_max_position_embeddings")
@@ -287,8 +289,8 @@ class Fields:
             factor = rope.positive("factor")
         if kind == "dynamic":
             return None  # scales what is longer than max_position_embeddings, which no request may be
-        if kind == "linear":
-            return RopeScaling(kind=kind, factor=factor)
+        if kind in ("linear", "proportional"):
+            return RopeScaling(kind="linear", factor=factor)
         if kind == "llama3":
             return RopeScaling(
                 kind=kind,
@@ -340,6 +342,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "longrope": (
         *("factor", "original_max_position_embeddings", "attention_factor"),

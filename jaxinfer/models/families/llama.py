@@ -94,11 +94,11 @@ def _attention(
     """The tensors of a layer's attention. pairs: rotated features that lie in pairs; None: they lie in halves."""
     join = by_kv_head(attention) if pairs is None else by_kv_head_from_pairs(attention, pairs)
     q, k, v, o = (f"{layer}.self_attn.{part}_proj" for part in "qkvo")
-    rows, bias = qkv_rows(attention), attention.qkv_bias
-    sources = linear(f"{layer}.attention.qkv", (q, k, v), rows, embed, bias=bias, combine=join)
+    rows, bias, parts = qkv_rows(attention), attention.qkv_bias, 1 + attention.kv_parts
+    sources = linear(f"{layer}.attention.qkv", (q, k, v)[:parts], rows[:parts], embed, bias=bias, combine=join)
     sources |= linear(f"{layer}.attention.out", (o,), (embed,), rows[0], bias=attention.out_bias)
     if attention.qk_norm:
-        for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
+        for name, size in [*zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True)][:parts]:
             sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
     return sources
 

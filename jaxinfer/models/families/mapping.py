@@ -239,11 +239,11 @@ def qkv_rows(attention: AttentionConfig) -> tuple[int, int, int]:
 
 
 def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
-    """A function that joins q, k and v by KV head: the queries of its group, its key, its value."""
+    """A function that joins q, k and v by KV head: the queries of its group, its key, its value; or q and k, or q."""
 
-    def combine(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        heads = [part.reshape(attention.kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
-        return np.concatenate(heads, axis=1).reshape(-1, *q.shape[1:])
+    def combine(*parts: np.ndarray) -> np.ndarray:
+        heads = [part.reshape(attention.kv_heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
 
     return combine
 

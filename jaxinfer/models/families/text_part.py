@@ -62,5 +62,5 @@ def text_part(
         model_types=(model_type, *family.model_types) if alone else (model_type,),
         config=config,
         prefixes=("language_model.model.", "model.language_model.", "language_model.", *family.prefixes),
-        left_out=r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*",
+        left_out=r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\..*",
     )

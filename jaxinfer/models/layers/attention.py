@@ -14,7 +14,7 @@ from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas
 from jaxinfer.models.layers.norm import Norm, normalize_heads
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, paged_attention, split_heads
+from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, normalize, paged_attention, split_heads
 from jaxinfer.pallas_kernels.rotary import rotate
 from jaxinfer.sharding.collectives import local_part, local_start, psum
 
@@ -39,7 +39,8 @@ class Attention(nnx.Module):
 
     Attributes:
       qkv: the fused projection. Its outputs are ordered by KV head: the queries of its group, its key, its value.
-        A shard along KV heads is therefore complete in itself. A layer that shares keys and values has queries alone.
+        A shard along KV heads is therefore complete in itself. A layer that shares keys and values has queries alone,
+        and one whose keys are its values has no values.
       out: back to the width of the model.
       gate: the projection of the output gate, whose outputs are ordered as those of the heads; None: there is none.
     """
@@ -56,7 +57,7 @@ class Attention(nnx.Module):
     ):
         self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
         self.slopes = cfg.slopes if cfg.positions.kind is PositionKind.ALIBI else None
-        qkv, width = cfg.kv_heads * cfg.rows_per_kv_head * cfg.head_dim, cfg.q_heads * cfg.head_dim
+        qkv, width = cfg.kv_heads * (cfg.group + cfg.kv_parts) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
         gates = width if cfg.output_gate else 0
@@ -93,6 +94,8 @@ class Attention(nnx.Module):
         qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=deltas.qkv), forward_context.groups
         heads = []
         tables = forward_context.rotary.get(self.cfg.positions, (None,) * len(groups))
+        if not self.cfg.shares_kv and (self.cfg.keys_are_values or self.cfg.value_norm):
+            qkv = self._with_values(qkv)
         if not self.cfg.qk_norm_after_rope:
             qkv = self._with_norms(qkv)
         for group, rotary, part in zip(groups, tables, unpack(qkv, groups), strict=True):
@@ -164,6 +167,15 @@ class Attention(nnx.Module):
         cfg, norms = self.cfg, (self.q_norm, self.k_norm)
         real = cfg.real_q_heads or cfg.q_heads, cfg.real_kv_heads or cfg.kv_heads
         return self._with_heads(qkv, lambda q, k: normalize_heads((q, k), norms, cfg.qk_norm_scope, heads=real))
+
+    def _with_values(self, qkv: jax.Array) -> jax.Array:
+        """Make values of the keys if a projection has none, and normalise them if the config says so."""
+        cfg = self.cfg
+        heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.group + cfg.kv_parts, cfg.head_dim)
+        qk, v = heads[..., : cfg.group + 1, :], heads[..., -1:, :]
+        if cfg.value_norm:
+            v = normalize(v, jnp.ones((), jnp.float32), None, eps=self.norm_eps)
+        return jnp.concatenate((qk, v), axis=-2).reshape(*qkv.shape[:-1], -1)
 
     def _prepared(
         self, qkv: jax.Array, positions: jax.Array, rotary: tuple[jax.Array, jax.Array] | None

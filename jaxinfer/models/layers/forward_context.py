@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.models.config import PositionKind, PositionsConfig
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
@@ -46,6 +47,7 @@ class TokenRows(NamedTuple):
         or be chunks of one request: a layer writes all its keys and values before it reads any.
       adapter: int32 [B], the adapter slot of each row, counted from 1; 0 is none. None: no row has one.
       slot: int32 [B], the slot of each row's request, which has its recurrent states; None without a cache.
+      layer_inputs: [B, T, layers, P], what each layer takes of a second table; None: there is none.
     """
 
     ids: jax.Array
@@ -53,6 +55,7 @@ class TokenRows(NamedTuple):
     page_table: jax.Array | None = None
     adapter: jax.Array | None = None
     slot: jax.Array | None = None
+    layer_inputs: jax.Array | None = None
 
 
 class ForwardContext(NamedTuple):
@@ -67,6 +70,7 @@ class ForwardContext(NamedTuple):
         for padding; None: one, and padding comes last.
       padded: whether a group without a cache may have padding.
       routings: a list to which every layer with experts adds its choices while the pass is traced; None: it does not.
+      layer_input: of the layer that runs, [N, P]; None: it takes none.
       speculates: whether all tokens of a row but its first are guesses, which may turn out wrong.
     """
 
@@ -76,6 +80,7 @@ class ForwardContext(NamedTuple):
     key_sizes: jax.Array | None = None
     padded: bool = True
     routings: "list[Routing] | None" = None
+    layer_input: jax.Array | None = None
     speculates: bool = False
 
     @classmethod
@@ -105,6 +110,13 @@ class ForwardContext(NamedTuple):
             return context
         slots = len(adapters.qkv.a)
         return context._replace(adapter_one_hot=pack(_adapter_one_hot(group, slots) for group in groups))
+
+    def of_layer(self, layer: jax.Array | int) -> Self:
+        """The context of one layer, by its number in the model, with what it takes of a second table."""
+        inputs = [group.layer_inputs for group in self.groups if group.layer_inputs is not None]
+        if not inputs:
+            return self
+        return self._replace(layer_input=lax.dynamic_index_in_dim(pack(inputs), layer, axis=-2, keepdims=False))
 
     @property
     def valid(self) -> jax.Array:

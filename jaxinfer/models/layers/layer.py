@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import BlockKind, DecoderConfig, DeltaRuleConfig, TransformerConfig, ViTConfig
@@ -10,6 +11,7 @@ from jaxinfer.models.layers.attention import Attention, AttentionOutput
 from jaxinfer.models.layers.blocks import Branch, PlainOutput, Product, make_branch, parallel
 from jaxinfer.models.layers.delta_rule import GatedDeltaRule
 from jaxinfer.models.layers.forward_context import Cache, ForwardContext
+from jaxinfer.models.layers.layer_inputs import LayerInput
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
@@ -47,6 +49,8 @@ class TransformerLayer(nnx.Module):
       mlp_norm: before the MLP; in a post-norm or reordered block after it. None in a parallel block of one norm.
       attention_post_norm: after attention in a sandwich block, else None.
       mlp_post_norm: after the MLP in a sandwich block, else None.
+      input: the way of the layer's vectors of a second table to the stream; None: it takes none.
+      output_scale: float32 [1], which multiplies the stream at the end; None: nothing does.
     """
 
     def __init__(
@@ -74,9 +78,19 @@ class TransformerLayer(nnx.Module):
             else None
         )
         self.mlp_norm = None if self.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
-        self.mlp = (Mlp if kind.mlp.moe is None else Moe)(cfg.embed, kind.mlp, weights, rngs=rngs)
+        self.mlp = (
+            Mlp(cfg.embed, kind.mlp, weights, rngs=rngs)
+            if kind.mlp.moe is None
+            else Moe(cfg.embed, kind.mlp, cfg.norm, weights, rngs=rngs)
+        )
         self.attention_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
         self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if has_post_norms else None
+        self.input = (
+            LayerInput(cfg, kind.mlp.activation, weights, rngs=rngs)
+            if isinstance(cfg, DecoderConfig) and cfg.layer_inputs is not None
+            else None
+        )
+        self.output_scale = nnx.Param(jnp.ones(1, jnp.float32), axes=("norm",)) if kind.output_scale else None
 
     def __call__(
         self,
@@ -90,11 +104,12 @@ class TransformerLayer(nnx.Module):
         heads, cache = self.mixer.heads(x, self.norm_before_attention, forward_context, cache, deltas=deltas)
         if self.block.is_parallel:
             attention = Product(self.mixer.out, heads, deltas.out)
-            return parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas)), cache
+            x = parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas))
+            return self.finish(x), cache
         x = self.add_attention(x, heads, deltas)
         if isinstance(self.mlp, Moe):
-            return self.add_experts(x, forward_context), cache
-        return self.add_mlp(x, deltas), cache
+            return self.finish(self.add_experts(x, forward_context)), cache
+        return self.finish(self.add_mlp(x, deltas), forward_context.layer_input), cache
 
     @property
     def mixer(self) -> MixerModule:
@@ -152,6 +167,18 @@ class TransformerLayer(nnx.Module):
     def join_mlp(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Join what an MLP gave, [N, D], to the residual stream."""
         return self._mlp_branch.join(x, PlainOutput(y))
+
+    def finish(self, x: jax.Array, vectors: jax.Array | None = None) -> jax.Array:
+        """Do to the stream what comes after the MLP: [N, D] -> [N, D].
+
+        vectors: those of the layer, of a second table, [N, P].
+        """
+        if self.input is not None:
+            assert vectors is not None, "the model has a second table"
+            x = self.input(x, vectors)
+        if self.output_scale is not None:
+            x = (x.astype(jnp.float32) * self.output_scale[...]).astype(x.dtype)
+        return x
 
     def _mlp(self, x: jax.Array, norm: Norm | None, deltas: AdapterDeltas) -> Product:
         """The output of the MLP from the stream's norm; None: from the stream."""

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.models.config import MlpConfig, MoeConfig, RouterConfig, SharedMix
+from jaxinfer.models.config import MlpConfig, MoeConfig, NormConfig, RouterConfig, SharedMix
 from jaxinfer.models.layers.expert_exchange import run_experts
 from jaxinfer.models.layers.linear import PartialSum, Stack
 from jaxinfer.models.layers.mlp import Mlp
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.moe import Routing, expert_mlp, top_k_gating
 from jaxinfer.sharding.collectives import axis_index, axis_size, mesh_axes
@@ -30,6 +31,7 @@ class Router(nnx.Module):
     Attributes:
       weight: float32 [E, D].
       selection_bias: float32 [E], or None.
+      expert_scale: float32 [E], or None.
     """
 
     def __init__(self, embed: int, cfg: RouterConfig, *, rngs: nnx.Rngs):
@@ -37,12 +39,13 @@ class Router(nnx.Module):
         self.weight = _float32_matrix(cfg.experts, embed, rngs)
         bias = nnx.Param(jnp.zeros(cfg.experts, jnp.float32), axes=(None,))
         self.selection_bias = bias if cfg.selection_bias else None
+        self.expert_scale = nnx.Param(jnp.ones(cfg.experts, jnp.float32), axes=(None,)) if cfg.expert_scale else None
 
     @jax.named_scope("router")
     def __call__(self, x: jax.Array, valid: jax.Array | None) -> Routing:
         """Route tokens: [N, D] -> tables of N tokens. valid: bool [N], which are no padding; None: all."""
         cfg = self.cfg
-        return top_k_gating(
+        routing = top_k_gating(
             _float32_product(x, self.weight),
             cfg.experts_per_token,
             valid=valid,
@@ -55,6 +58,9 @@ class Router(nnx.Module):
             group_score=cfg.group_score.value,
             scale=cfg.scale,
         )
+        if self.expert_scale is None:
+            return routing
+        return routing._replace(weights=routing.weights * self.expert_scale[...][routing.experts])
 
 
 class Experts(nnx.Module):
@@ -95,17 +101,18 @@ class Experts(nnx.Module):
 class Moe(nnx.Module):
     """A few experts for each token, and perhaps an MLP that all tokens go through; [N, D] -> [N, D].
 
-    A layer calls the whole, or where experts come and go while it runs (`streaming`) first `router`, then `combine`
-    with what the experts gave.
+    A layer calls the whole, or where experts come and go while it runs (`streaming`) first `router` and
+    `before_experts`, then `combine` with what the experts gave.
 
     Attributes:
       router: chooses the experts.
       experts: all of them.
       shared: the MLP of all tokens, or None.
       shared_gate: float32 [1, D] if its output is gated, [2, D] if both are weighted, else None.
+      norms: of both, where each is normalised, else None.
     """
 
-    def __init__(self, embed: int, cfg: MlpConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
+    def __init__(self, embed: int, cfg: MlpConfig, norm: NormConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
         assert cfg.moe is not None
         self.cfg: MoeConfig = cfg.moe
         self.router = Router(embed, cfg.moe.router, rngs=rngs)
@@ -113,6 +120,7 @@ class Moe(nnx.Module):
         self.shared = None if cfg.shared is None else Mlp(embed, cfg.shared, weights, rngs=rngs)
         gates = cfg.moe.shared_mix.gates
         self.shared_gate = SharedGate(embed, gates, rngs=rngs) if gates else None
+        self.norms = BranchNorms(embed, norm) if cfg.moe.shared_mix is SharedMix.NORMALIZED else None
 
     def __call__(self, x: jax.Array, valid: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """Run router, experts and the shared MLP.
@@ -124,8 +132,12 @@ class Moe(nnx.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         routing = self.router(rows, None if valid is None else valid.reshape(-1))
-        y = run_experts(rows, routing, self.experts, self.cfg.router.capacity(len(rows)))
+        y = run_experts(self.before_experts(rows), routing, self.experts, self.cfg.router.capacity(len(rows)))
         return self.combine(rows, y).reshape(x.shape), routing
+
+    def before_experts(self, x: jax.Array) -> jax.Array:
+        """Normalise x, [N, D], for the experts if they have a norm of their own."""
+        return x if self.norms is None else self.norms.before_experts(x)
 
     @jax.named_scope("shared")
     def combine(self, x: jax.Array, y: PartialSum) -> jax.Array:
@@ -135,6 +147,9 @@ class Moe(nnx.Module):
         """
         if self.shared is None:
             return y.finish()
+        if self.norms is not None:
+            shared = self.shared.down(self.shared.hidden(self.norms.before_shared(x), None))
+            return self.norms.after_shared(shared) + self.norms.after_experts(y.finish())
         if y.axes != mesh_axes("mlp"):
             y = PartialSum(y.finish(), ())
         hidden, down = self.shared.hidden(x, None), self.shared.down
@@ -155,6 +170,36 @@ class Moe(nnx.Module):
         else:
             of_experts, of_shared = jnp.split(jax.nn.softmax(gates), 2, axis=-1)
         return lambda experts, shared: (of_experts * experts + of_shared * shared).astype(experts.dtype)
+
+
+class BranchNorms(nnx.Module):
+    """The norms of experts and of the MLP beside them, before and after: `SharedMix.NORMALIZED`.
+
+    Both take the residual stream after its norm without weights, by weights of their own.
+
+    Attributes:
+      before_shared, before_experts: those weights.
+      after_shared, after_experts: the norms of what they gave.
+    """
+
+    def __init__(self, embed: int, norm: NormConfig):
+        self.before_shared, self.before_experts = InputScale(embed), InputScale(embed)
+        self.after_shared, self.after_experts = Norm(embed, norm), Norm(embed, norm)
+
+
+class InputScale(nnx.Module):
+    """A number for each feature.
+
+    Attributes:
+      scale: float32 [D].
+    """
+
+    def __init__(self, embed: int):
+        self.scale = nnx.Param(jnp.ones(embed, jnp.float32), axes=("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[N, D] -> [N, D]."""
+        return (x.astype(jnp.float32) * self.scale[...]).astype(x.dtype)
 
 
 class SharedGate(nnx.Module):

@@ -36,6 +36,8 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
             inverse = ramp * inverse / scaling.factor + (1 - ramp) * inverse
         case RopeScaling(kind="longrope") as scaling:
             inverse /= np.asarray(scaling.long_factors if scaling.longer else scaling.short_factors)
+    if cfg.turning_pairs is not None:
+        inverse[cfg.turning_pairs :] = 0.0
     return inverse.astype(np.float32)
 
 

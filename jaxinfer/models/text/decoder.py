@@ -8,6 +8,7 @@ from flax import nnx
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.layers.forward_context import Cache, ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.layers.layer import TransformerLayer
+from jaxinfer.models.layers.layer_inputs import LayerInputs
 from jaxinfer.models.layers.linear import Embedding, Linear
 from jaxinfer.models.layers.low_rank import LayerAdapters
 from jaxinfer.models.layers.norm import Norm
@@ -24,6 +25,7 @@ class Decoder(nnx.Module):
 
     Attributes:
       project_in: embeddings to the layers, [..., W] -> [..., D]; None where W is D.
+      layer_inputs: the vectors of a second table that layers take; None: they take none.
       project_out: hidden vectors after the last norm, [..., D] -> [..., W]; the same.
     """
 
@@ -43,6 +45,7 @@ class Decoder(nnx.Module):
             if (learned := cfg.learned_positions) is None
             else Embedding(cfg.context + learned.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
         )
+        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, weights, rngs=rngs)
         self.embed_norm = Norm(cfg.embed, cfg.norm) if cfg.embed_norm else None
         self.layers = nnx.List([TransformerLayer(cfg, weights, layer=i, rngs=rngs) for i in range(cfg.layers)])
         self.final_norm = Norm(cfg.embed, cfg.norm) if cfg.final_norm else None
@@ -95,7 +98,8 @@ class Decoder(nnx.Module):
         cfg = self.cfg
         any_adapters = None if adapters is None else adapters[0]
         forward_context = ForwardContext.from_groups(groups, cfg.positions, any_adapters)
-        x = self.embed(pack(group.ids for group in groups))
+        ids = pack(group.ids for group in groups)
+        x = self.embed(ids)
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
         if self.project_in is not None:
@@ -105,6 +109,10 @@ class Decoder(nnx.Module):
             x += self.positions(jnp.maximum(positions, 0) + cfg.learned_positions.offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
+        if self.layer_inputs is not None:
+            parts = unpack(self.layer_inputs(ids, x), groups)
+            groups = tuple(group._replace(layer_inputs=part) for group, part in zip(groups, parts, strict=True))
+            forward_context = forward_context._replace(groups=groups)
         return x, forward_context
 
     def run_layers(
@@ -116,6 +124,7 @@ class Decoder(nnx.Module):
         *,
         first: int = 0,
         last: int | None = None,
+        number: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Cache] | None]:
         """Run layers `first` to `last`, both included (None: the last of the model).
 
@@ -124,6 +133,8 @@ class Decoder(nnx.Module):
           forward_context: of this pass, from `enter` or `ForwardContext.from_groups`.
           caches: those that these layers use, each once and in the order of the first use, or None.
           adapters: one LayerAdapters for each of these layers, or None.
+          number: int32 [], that of the first layer, where a program runs others than those whose names it has; None:
+            they are those.
         Returns: [N, D], and the new caches (None without caches).
         """
         indices = range(first, len(self.layers) if last is None else last + 1)
@@ -131,8 +142,9 @@ class Decoder(nnx.Module):
         used = dict(zip(dict.fromkeys(places), caches or [None] * len({*places}), strict=True))
         adapters_by_layer = [None] * len(indices) if adapters is None else adapters
         for index, place, layer_adapters in zip(indices, places, adapters_by_layer, strict=True):
+            context = forward_context.of_layer(index if number is None else number + (index - first))
             with jax.named_scope(f"layers.{index}"):
-                x, used[place] = self.layers[index](x, forward_context, used[place], layer_adapters)
+                x, used[place] = self.layers[index](x, context, used[place], layer_adapters)
         return x, None if caches is None else [cache for cache in used.values() if cache is not None]
 
     def leave(self, x: jax.Array, forward_context: ForwardContext) -> list[jax.Array]:

@@ -13,7 +13,7 @@ from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.prefill import Prefill
-from jaxinfer.models.config import QKNormScope
+from jaxinfer.models.config import QKNormScope, SharedMix
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.stages import divide
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 """An engine of few programs, for one request at a time."""
+SENSITIVE = ("gemma4_awkward",)
+"""Mixtures of which weights in bfloat16 alone have a mean error of 0.16: tokens choose other experts."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
 
@@ -65,7 +67,8 @@ def test_streamed(name, model, dtype):
 def test_on_a_mesh(name, model, tensor):
     """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens.
 
-    Norms over all heads add a sum to a layer with attention.
+    Norms over all heads add a sum to a layer with attention, norms of experts and of the MLP beside them another, and
+    layer inputs one to a pass.
     """
     mesh = MeshConfig(tensor=tensor)
     if is_encoder(name):
@@ -79,12 +82,16 @@ def test_on_a_mesh(name, model, tensor):
 
 def sums_of(kind):
     over_heads = kind.has_attention and kind.attention.qk_norm and kind.attention.qk_norm_scope is QKNormScope.ALL_HEADS
-    return (1 if kind.block.is_parallel else 2) + over_heads
+    beside = kind.mlp.moe is not None and kind.mlp.moe.shared_mix is SharedMix.NORMALIZED
+    return (1 if kind.block.is_parallel else 2) + over_heads + beside
 
 
 def check_exchanges(llm, tensor):
     config = llm.model.config
     expected = 1 + sum(sums_of(config.layer(layer)) for layer in range(config.layers))
+    tables = [config.embed, config.output_width]
+    if config.layer_inputs is not None:
+        expected, tables = expected + 1, [*tables, config.layers * config.layer_inputs]
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
             sizes = program.sizes
@@ -93,9 +100,7 @@ def check_exchanges(llm, tensor):
             found = [c for c in found if not c.conditions]
             sums = [c for c in found if c.kind == "all-reduce"]
             assert len(sums) == expected
-            assert sum(c.bytes for c in sums) <= 4 * rows * (
-                (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
-            )
+            assert sum(c.bytes for c in sums) <= 4 * rows * ((len(sums) - 1) * config.embed + max(tables))
             assert [c.kind for c in found if c not in sums] == ["all-gather"]
 
 
@@ -178,7 +183,7 @@ def test_int8_kv(name, model):
     """
     options = ONE | {"page_size": 4}  # several pages, so that each scale must be its page's
     errors = logprob_errors(LLM(model, kv_dtype="int8", **options), LLM(model, **options), GREEDY, PROMPTS)
-    assert 0 < np.quantile(errors, 0.75) < 0.03
+    assert 0 < np.quantile(errors, 0.75) < (0.12 if name in SENSITIVE else 0.03)
 
 
 @pytest.mark.parametrize("name", ["gemma2_window"])
@@ -194,7 +199,7 @@ def test_quantised(name, model):
     Of delta rules, bfloat16 alone has a mean error of up to 0.24: where their output is small, the norm after it makes
     rounding errors large.
     """
-    limit = 0.75 if name in goldens.WITH_STATES else 0.25
+    limit = 0.75 if name in (*goldens.WITH_STATES, *SENSITIVE) else 0.25
     prompt_alone = SamplingParams(temperature=0, max_tokens=1)
     exact = Embedder(model) if is_encoder(name) else LLM(model, **ONE)
     for quantize in ("int8", "int4", "fp8"):

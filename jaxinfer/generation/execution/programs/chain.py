@@ -120,18 +120,21 @@ def run_layers(
     caches: list[Cache],
     x: jax.Array,
     groups: tuple[TokenRows, ...],
+    number: jax.Array | None = None,
     *,
     layers: range,
     speculates: bool = False,
 ) -> tuple[jax.Array, list[Cache] | None]:
     """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too.
 
-    speculates: as in `ForwardContext`.
+    Args:
+      number: as in `Decoder.run_layers`.
+      speculates: as in `ForwardContext`.
     """
     positions = [model.cfg.layer(layer).positions for layer in layers]
     any_adapters = None if adapters is None else adapters[0]
     forward_context = ForwardContext.from_groups(groups, positions, any_adapters, speculates=speculates)
-    return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
+    return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1], number=number)
 
 
 def propose(slots: Slots, slot: jax.Array, limit: jax.Array, *, width: int) -> Speculation:
@@ -144,7 +147,8 @@ def enter(
 ) -> tuple[jax.Array, tuple[TokenRows, ...]]:
     """The embeddings of a pass, [N, D], and its tokens; arguments as in `prefill.groups_of`."""
     groups = prefill.groups_of(slots, chunks, rows, guess, chunk_size=chunk_size)
-    return model.enter(groups)[0], groups
+    x, forward_context = model.enter(groups)
+    return x, forward_context.groups
 
 
 def leave(
@@ -225,11 +229,22 @@ def pass_options(layout: DeviceLayout, sizes: Pass) -> dict[str, Any]:
     return layout.compiler_options(tokens=sizes.tokens(layout.engine.chunk_size))
 
 
+def _layer_inputs(layout: DeviceLayout, rows: int, tokens: int) -> Any:
+    """The shape of what layers take of a second table, for rows of tokens."""
+    width = layout.config.layer_inputs
+    return width and jax.ShapeDtypeStruct((rows, tokens, layout.config.layers, width), layout.weights.dtype)
+
+
 def activations(layout: DeviceLayout, sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
     """The shapes of a pass's activations between layers, [N, D], and of its tokens."""
     groups = tuple(
         TokenRows(
-            integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows), integers(rows)
+            integers(rows, tokens),
+            integers(rows, tokens),
+            integers(rows, sizes.pages),
+            integers(rows),
+            integers(rows),
+            _layer_inputs(layout, rows, tokens),
         )
         for rows, tokens in (
             (sizes.chunks, layout.engine.chunk_size),
@@ -260,7 +275,8 @@ class _Arguments:
         layout, layers = self.layout, _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
-        return leaves, adapters, layout.caches_of(layers), *activations(layout, sizes)
+        number = layout.place(integers()) if layout.config.layer_inputs else None
+        return leaves, adapters, layout.caches_of(layers), *activations(layout, sizes), number
 
     def leave(self, sizes: Leave) -> tuple[Any, ...]:
         layout, bitmask = self.layout, self.layout.bitmask(sizes.chunks + sizes.batch)

@@ -143,7 +143,8 @@ def route(
         heads, cache = block.mixer.heads(x, block.norm_before_attention, forward_context, caches[0], deltas=deltas)
         x = block.add_attention(x, heads, deltas)
         h = block.before_mlp(x).reshape(-1, x.shape[-1])
-        routing = _mixture(block).router(h, forward_context.valid.reshape(-1))
+        mixture = _mixture(block)
+        routing, h = mixture.router(h, forward_context.valid.reshape(-1)), mixture.before_experts(h)
     return x, [cache], h, routing, jnp.zeros((routing.tokens.size + tile, h.shape[1]), h.dtype)
 
 
@@ -199,13 +200,11 @@ def _linear(x: jax.Array, expert: dict[str, jax.Array], name: str) -> jax.Array:
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def join(
-    model: "Decoder", x: jax.Array, h: jax.Array, routing: Routing, y: jax.Array, *, layer: int
-) -> tuple[jax.Array, jax.Array]:
+def join(model: "Decoder", x: jax.Array, routing: Routing, y: jax.Array, *, layer: int) -> tuple[jax.Array, jax.Array]:
     """Join what the experts gave to the residual stream.
 
     Args:
-      x, h, routing: what `route` gave.
+      x, routing: what `route` gave.
       y: the rows of all experts.
     Returns: the stream, [N, D], and a number that is there when it is.
     """
@@ -214,7 +213,8 @@ def join(
     block = model.layers[layer]
     with jax.named_scope(f"layers.{layer}"):
         experts = unpermute(y[: routing.tokens.size], routing)
-        x = block.join_mlp(x, _mixture(block).combine(h, PartialSum(experts, ())).reshape(x.shape))
+        h = block.before_mlp(x).reshape(-1, x.shape[-1])
+        x = block.finish(block.join_mlp(x, _mixture(block).combine(h, PartialSum(experts, ())).reshape(x.shape)))
     return x, x.reshape(-1)[0]
 
 
@@ -261,7 +261,7 @@ class _ExpertArguments:
 
     def join(self, sizes: Join) -> tuple[Any, ...]:
         x, _ = activations(self.layout, sizes)
-        inputs = self.layout.inputs(self._inputs(sizes), self._tables(sizes), self._outputs(sizes))
+        inputs = self.layout.inputs(self._tables(sizes), self._outputs(sizes))
         return self.layout.layer_leaves(sizes.kind), x, *inputs
 
     def _inputs(self, sizes: _OfLayer) -> Any:
