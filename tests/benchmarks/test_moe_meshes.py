@@ -43,7 +43,7 @@ def test_every_family_with_experts_is_compared_and_two_dense_ones():
     assert {name.rsplit("_", 1)[0] for name in configs if name not in DENSE} == {
         *("dots1", "glm4_moe", "granitemoe", "granitemoeshared", "minimax_m2"),
         *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "exaone_moe", "hy_v3", "ernie4_5_moe", "mellum", "solar_open"),
-        *("hunyuan_v1_moe", "afmoe", "qwen3_5_moe", "qwen3_next"),
+        *("hunyuan_v1_moe", "afmoe", "qwen3_5_moe", "qwen3_next", "gemma4"),
     }
 
 

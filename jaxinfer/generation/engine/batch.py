@@ -241,7 +241,7 @@ class Batch:
         """(snapshot, slot) of a lane: recurrent states to copy to slots, after those of `snapshots`."""
         return [(admission.snapshot, admission.slot) for admission in self.admissions if admission.snapshot is not None]
 
-    @property
+    @functools.cached_property
     def keeps(self) -> bool:
         """Whether something comes to the host for a tier."""
         return bool(self.stored or self.stored_states)
@@ -265,8 +265,9 @@ class Batch:
     @functools.cached_property
     def growth(self) -> list[tuple[Sequence, int, int]]:
         """The fewest and the most tokens that each sequence gets, unless something ends it."""
-        growth = [(chunk.sequence, 1, 1) for lane in self.lanes for chunk in lane.chunks if chunk.last]
-        for lane in self.lanes:
+        lanes = self.lanes
+        growth = [(chunk.sequence, 1, 1) for lane in lanes for chunk in lane.chunks if chunk.last]
+        for lane in lanes:
             least, most = lane.passes, lane.passes * (1 + lane.num_speculative_tokens)
             growth += [(row.sequence, least, most) for row in lane.rows]
         return growth

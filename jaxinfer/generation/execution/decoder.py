@@ -204,7 +204,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         lanes = self.state.layout.lanes
         outputs = [split_lanes(output, lanes, result.stages) for result, output in zip(results, on_host, strict=True)]
         seconds = self._seconds(step)
-        if restored := step.batch.num_restored_pages:
+        batch = step.batch
+        if (batch.restored or batch.restored_states) and (restored := batch.num_restored_pages):
             self._record_restored(results[0], seconds, restored, late=late)
         else:
             self._record(results[0], outputs[0], seconds, at_most=late)
@@ -215,9 +216,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 read = result.read(lane, output)
                 chunks += read[: len(lane.chunks)]
                 rows += read[len(lane.chunks) :]
-        return StepOutput(
-            outputs=chunks + rows, stored=self._blocks_of_lanes(results[0].blocks) if step.batch.keeps else []
-        )
+        return StepOutput(outputs=chunks + rows, stored=self._blocks_of_lanes(results[0].blocks) if batch.keeps else [])
 
     def _record_restored(self, first: PassResult, seconds: float, pages: int, *, late: bool) -> None:
         """Record how much longer a step took than others of its sizes, since pages came back to the cache before."""

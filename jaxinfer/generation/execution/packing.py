@@ -77,27 +77,28 @@ class Packer:
         Pages are read for the host before any is written, and come from the host after copies have read theirs. So do
         snapshots; but those of the step before are copied first, and slots take theirs last.
         """
+        lanes = batch.lanes
         commands = [
             Command(PlaceAdapter(), (np.int32(index - 1), self.layout.adapter_layers(adapter)))
             for index, adapter in batch.adapter_uploads
         ]
         if batch.snapshots:
             first = self._first_snapshot
-            copies = [[(slot, first + place) for slot, place in lane.snapshots] for lane in batch.lanes]
+            copies = [[(slot, first + place) for slot, place in lane.snapshots] for lane in lanes]
             commands.append(self._copy_states(copies))
         if batch.keeps:
             commands += self._gathers(batch)
-        copies, admissions = ([lane.copies for lane in batch.lanes], [lane.admissions for lane in batch.lanes])
+        copies, admissions = ([lane.copies for lane in lanes], [lane.admissions for lane in lanes])
         if count := max(map(len, copies)):
             count = round_up(count, self.buckets.admissions)
             commands.append(Command(CopyPages(count=count), _join([self._copies(lane, count) for lane in copies])))
         if batch.restored:
-            for restored in itertools.zip_longest(*[lane.restored for lane in batch.lanes]):
+            for restored in itertools.zip_longest(*[lane.restored for lane in lanes]):
                 commands += self._scatters(restored)
         if batch.restored_states:
-            for states in itertools.zip_longest(*[lane.restored_states for lane in batch.lanes]):
+            for states in itertools.zip_longest(*[lane.restored_states for lane in lanes]):
                 commands.append(self._scatter_states(states))
-        if any(used := [lane.used_snapshots for lane in batch.lanes]):
+        if self.layout.num_snapshots and any(used := [lane.used_snapshots for lane in lanes]):
             copies = [[(self._first_snapshot + place, slot) for place, slot in lane] for lane in used]
             commands.append(self._copy_states(copies))
         if count := max(map(len, admissions)):

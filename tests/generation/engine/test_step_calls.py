@@ -4,8 +4,8 @@ import sys
 
 from jaxinfer import SamplingParams
 
-MOST = 115
-"""Calls in a decode step of one row."""
+MOST = 110
+"""Calls in a decode step of one row. Those of `costs.py` do not count: a busy machine decides which times it keeps."""
 
 
 def test_a_decode_step_makes_few_calls(llm):
@@ -20,7 +20,8 @@ def test_a_decode_step_makes_few_calls(llm):
 
     def count(frame, event, _):
         name = frame.f_code.co_filename
-        if event == "call" and ("/jaxinfer/" in name or "/pallas_kernels/" in name) and "site-packages" not in name:
+        ours = ("/jaxinfer/" in name or "/pallas_kernels/" in name) and "site-packages" not in name
+        if event == "call" and ours and not name.endswith("/costs.py"):
             calls.append(f"{name.rpartition('/')[2]}:{frame.f_code.co_qualname}")
 
     sys.setprofile(count)
