@@ -364,9 +364,12 @@ def olmo_hybrid(draw):
 def gemma4_text(draw, **more):
     fields = draw.sizes(layers=(4, 6)) | {"head_dim": draw.choice([8, 20]), "global_head_dim": draw.choice([12, 32])}
     layers = fields["num_hidden_layers"]
-    kinds = ["sliding_attention", "full_attention", *draw.choices(["sliding_attention", "full_attention"], layers - 3)]
-    fields |= {"layer_types": [*kinds, "full_attention"], "sliding_window": draw.choice([5, 9])}
-    fields |= {"num_kv_shared_layers": draw.choice([0, layers - 2]), "hidden_size_per_layer_input": draw.choice([0, 6])}
+    both = ["sliding_attention", "full_attention"]
+    kinds = [*both, *draw.choices(both, k=layers - 3), "full_attention"]
+    fields |= {"layer_types": kinds, "sliding_window": draw.choice([5, 9])}
+    # transformers cannot run shared keys without layer inputs.
+    shared, inputs = draw.choice([(0, 0), (0, 6), (layers - 2, 6)])
+    fields |= {"num_kv_shared_layers": shared, "hidden_size_per_layer_input": inputs}
     fields |= {"vocab_size_per_layer_input": fields["vocab_size"], "final_logit_softcapping": draw.choice([None, 5.0])}
     return fields | draw.flags("use_double_wide_mlp", "attention_bias", "tie_word_embeddings") | more
 
@@ -374,7 +377,8 @@ def gemma4_text(draw, **more):
 def gemma4(draw):
     fields = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": draw.choice([2, 3])}
     fields |= {"moe_intermediate_size": draw.choice([8, 20]), "num_global_key_value_heads": 1}
-    text = gemma4_text(draw, hidden_size_per_layer_input=0, attention_k_eq_v=True, **fields)
+    fields |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
+    text = gemma4_text(draw, **fields)
     return {"text_config": text, "vision_config": GEMMA_4_SEES} | draw.flags("tie_word_embeddings")
 
 
@@ -393,7 +397,8 @@ def as_transformers_4(config):
 
 def randomise(model):
     """Weights large enough that a wrong one shows."""
-    adds_one = any(name in model.config.model_type for name in ("gemma", "nemotron"))  # norms multiply by 1 + weight
+    kind = model.config.model_type
+    adds_one = "nemotron" in kind or ("gemma" in kind and "gemma4" not in kind)  # norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim >= 2:
