@@ -89,7 +89,7 @@ class Restoring:
                 states[pool.key_of(node)] = place
 
         for node, place in self._snapshots.take_left() if self._snapshots is not None else ():
-            if self._has_no_state(key := pool.key_of(node), tier.wants):
+            if self._wants_state(key := pool.key_of(node), tier.wants):
                 states[key] = place
         for node in pool.take_forgotten():
             store(node, tier.wants)
@@ -115,9 +115,9 @@ class Restoring:
     def _state_wanted(self, node: Node, wants: Callable[[bytes], bool]) -> int | None:
         """The place of a node's snapshot that is to come to the tier; None: there is none."""
         place = None if self._snapshots is None else self._snapshots.copied(node)
-        return place if place is not None and self._has_no_state(self._pool.key_of(node), wants) else None
+        return place if place is not None and self._wants_state(self._pool.key_of(node), wants) else None
 
-    def _has_no_state(self, key: bytes, wants: Callable[[bytes], bool]) -> bool:
+    def _wants_state(self, key: bytes, wants: Callable[[bytes], bool]) -> bool:
         assert self._states is not None
         return any(map(wants, self._states.keys(key)))
 

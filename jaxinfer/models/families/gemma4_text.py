@@ -33,7 +33,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         base,
         embed_scale=base.embed**0.5,
         layer_inputs=inputs or None,
-        logit_softcap=fields.optional(float, "final_logit_softcapping"),
+        logit_softcap=fields.cap("final_logit_softcapping"),
     )
 
 
