@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from jaxinfer.generation.engine.page_tier import (
     PageTier,
     TierStats,
     arrays_of,
+    bytes_of_array,
     bytes_of_page,
     make_worker,
     parts_of,
@@ -151,7 +151,7 @@ class HostPages(PageTier):
         stride = aligned(self.page_bytes, ARRAY_ALIGNMENT)
         memory, offset, views = aligned_buffer(self.count * stride), 0, []
         for x in parts_of(self._page):
-            size = math.prod(x.shape) * x.dtype.itemsize
+            size = bytes_of_array(x)
             rows = np.lib.stride_tricks.as_strided(memory[offset:], (self.count, size), (stride, 1))
             views.append(rows.reshape(self.count, *x.shape[:-1], -1))
             offset += size

@@ -200,10 +200,11 @@ def make_worker(name: str) -> DaemonThreads:
 
 def bytes_of_page(page: PageBlock) -> int:
     """The bytes of a page of these shapes."""
-    return sum(map(_bytes_of, parts_of(page)))
+    return sum(map(bytes_of_array, parts_of(page)))
 
 
-def _bytes_of(x: Any) -> int:
+def bytes_of_array(x: Any) -> int:
+    """The bytes of an array of this shape and dtype."""
     return math.prod(x.shape) * x.dtype.itemsize
 
 
@@ -222,7 +223,7 @@ class BlockMemory:
 
     def make_block(self, count: int) -> PageBlock:
         """Make a block for `count` pages, as programs take it without a copy; what is in it has no meaning."""
-        sizes = [aligned(count * _bytes_of(x), ARRAY_ALIGNMENT) for x in parts_of(self._page)]
+        sizes = [aligned(count * bytes_of_array(x), ARRAY_ALIGNMENT) for x in parts_of(self._page)]
         memory = self._kept.pop() if self._kept else np.empty(0, np.uint8)
         if memory.size < sum(sizes):
             memory = aligned_buffer(sum(sizes))
@@ -231,7 +232,7 @@ class BlockMemory:
         starts = itertools.accumulate(sizes, initial=0)
 
         def make(x: Any) -> np.ndarray:
-            content = whole[(start := next(starts)) : start + count * _bytes_of(x)]
+            content = whole[(start := next(starts)) : start + count * bytes_of_array(x)]
             return content.view(x.dtype).reshape(x.shape[0], count, *x.shape[1:])
 
         return self._page.map(make)

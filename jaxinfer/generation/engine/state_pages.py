@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from jaxinfer.checkpoints.host_memory import ARRAY_ALIGNMENT, aligned
 from jaxinfer.generation.engine.batch import PageBlock, StateBlock
 from jaxinfer.generation.engine.buckets import Buckets
-from jaxinfer.generation.engine.page_tier import arrays_of, bytes_of_page, parts_of
+from jaxinfer.generation.engine.page_tier import arrays_of, bytes_of_array, bytes_of_page, parts_of
 
 
 def pages_of_state(page: PageBlock, state: StateBlock) -> int:
@@ -20,7 +19,7 @@ def pages_of_state(page: PageBlock, state: StateBlock) -> int:
 
 def _sizes_of(state: StateBlock) -> list[int]:
     """The bytes of each array, with padding after it."""
-    return [aligned(math.prod(x.shape) * x.dtype.itemsize, ARRAY_ALIGNMENT) for x in state.arrays]
+    return [aligned(bytes_of_array(x), ARRAY_ALIGNMENT) for x in state.arrays]
 
 
 class StatePages:
@@ -54,12 +53,11 @@ class StatePages:
         flat = content.reshape(-1)
         for start, x in zip(self._starts, block.arrays, strict=True):
             flat[start : start + x.nbytes] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in parts_of(self._page)]
-        ends = itertools.accumulate(sizes)
+        ends = itertools.accumulate(map(bytes_of_array, parts_of(self._page)))
 
         def take(x: np.ndarray) -> np.ndarray:
             end = next(ends)
-            part = content[:, end - math.prod(x.shape) * x.dtype.itemsize : end].view(x.dtype)
+            part = content[:, end - bytes_of_array(x) : end].view(x.dtype)
             return np.moveaxis(part.reshape(self.count, *x.shape), 0, 1)
 
         return self._page.map(take)
@@ -73,7 +71,7 @@ class StatePages:
         flat = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(-1)
 
         def take(start: int, x: np.ndarray) -> np.ndarray:
-            content = flat[start : start + math.prod(x.shape) * x.dtype.itemsize].view(x.dtype)
+            content = flat[start : start + bytes_of_array(x)].view(x.dtype)
             return content.reshape(x.shape[0], 1, *x.shape[1:])
 
         state = StateBlock(tuple(map(take, self._starts, self._state.arrays)))
