@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 WARNS = "import warnings\n\ndef pytest_itemcollected(item):\n    warnings.warn('older', DeprecationWarning)\n"
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_collected_without_a_command_line_and_despite_warnings(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('the command line was imported')\n")
     (tmp_path / "warns.py").write_text(WARNS)

@@ -1,6 +1,7 @@
 """One executable: a pure function at one shape, and the memory it needs."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -62,7 +63,6 @@ class Program:
       sizes: the sizes it was compiled for.
       name: the program's name in records of costs.
       bucket: its sizes in records of costs.
-      memory: the memory it needs.
       compile_seconds: seconds to trace, lower and compile it, or to read what was kept.
       kept: whether it was read from disk rather than compiled.
     """
@@ -77,9 +77,13 @@ class Program:
     ):
         self.sizes, self.name, self.bucket, self.executable = sizes, sizes.program, sizes.bucket, executable
         self.compile_seconds, self.kept = compile_seconds, kept
-        memory = executable.memory_analysis()
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        """The memory it needs, which XLA takes some milliseconds to sum up."""
+        memory = self.executable.memory_analysis()
         assert memory is not None, "every backend of ours reports its memory"
-        self.memory = MemoryUse(
+        return MemoryUse(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,

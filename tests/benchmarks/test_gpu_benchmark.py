@@ -33,9 +33,13 @@ from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import targeting
 
 TINY = {case.title: case for case in cases.tiny()}
+OFTEN = {title.partition(":")[0]: title for title in reversed(TINY)}.values()
+"""A case of each operation."""
 
 
-@pytest.mark.parametrize("title", TINY)
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[] if title in OFTEN else pytest.mark.slow) for title in TINY]
+)
 def test_fallbacks_match_the_references(title):
     case = TINY[title]
     args = case.make(jax.random.key(1))

@@ -90,7 +90,7 @@ def answers(port, path):
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_server_that_loads_refuses_requests_and_ends_soon(model_dir, tmp_path, number):
     server, port = begin(model_dir, "--max-batch", "4", "--compile-ahead", JAXINFER_CACHE=str(tmp_path))
     with server:

@@ -135,6 +135,7 @@ def test_an_llm(model_dir):
     assert in_a_child(LLM, model_dir) == ["RuntimeError True"] * 4
 
 
+@pytest.mark.slow
 def test_a_system(board):
     assert in_a_child(SYSTEM, board) == ["ClosedError True"] * 3
 

@@ -275,7 +275,10 @@ if sys.argv[3] == "interrupt":
 """
 
 
-@pytest.mark.parametrize(("how", "code", "printed"), [("fork", 0, "0\nforked\n3\n"), ("interrupt", -2, "0\n")])
+@pytest.mark.parametrize(
+    ("how", "code", "printed"),
+    [pytest.param("fork", 0, "0\nforked\n3\n", marks=pytest.mark.slow), ("interrupt", -2, "0\n")],
+)
 def test_the_end_of_the_process(vit, registered, how, code, printed):
     """It waits for the program that is being compiled, unless Ctrl-C has ended it."""
     command = [sys.executable, "-c", UNCLOSED, str(vit), str(registered), how]

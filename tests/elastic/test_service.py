@@ -633,6 +633,7 @@ def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
 def test_a_process_with_too_many_memory_mappings_compiles_no_more(vit, registered, options, monkeypatch, tmp_path):
     (tmp_path / "limit").write_text("100\n")
     monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "limit")
+    monkeypatch.setattr("jaxinfer.compiled.mappings._sure", 0)
     service, image = Service.from_checkpoint(vit, repository=registered, **options), stripes(1).images
     with pytest.raises(RuntimeError, match=r"memory mappings, and Linux ends it at 100 \(vm.max_map_count\)"):
         service.classify(image, "stripes")

@@ -58,6 +58,7 @@ def test_async_generate(model_dir, capsys):
     assert "given up after" in printed
 
 
+@pytest.mark.slow
 def test_stream_weights(capsys, monkeypatch):
     monkeypatch.setattr(stream_weights, "PROMPTS", stream_weights.PROMPTS[:1])  # few programs to compile
     before = {file for file in (ROOT / "examples").rglob("*") if "__pycache__" not in file.parts}

@@ -43,6 +43,7 @@ def all_experts(module, x):
     return jnp.einsum("bte,btef,edf->btd", shares, hidden, module.experts.down.weight[...])
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_all_experts(trained, batch):
     trainer, params = trained
 

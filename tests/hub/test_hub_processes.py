@@ -62,6 +62,7 @@ def test_an_interrupt_while_fetching_ends_it_at_once_and_leaves_nothing(hub, sta
     assert not list((tmp_path / "hf").rglob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_converting_waits_for_what_is_being_written(start, tiny, tmp_path):
     slowly = "from jaxinfer.checkpoints import writing; writing.GROUP_BYTES = 1"  # a save for each weight
     process = start("convert", str(tiny), "out", before=slowly)

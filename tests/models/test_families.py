@@ -1,7 +1,6 @@
 """Reading Hugging Face configs and tensor lists: what is understood, and what is refused with which words."""
 
 import contextlib
-import json
 
 import ml_dtypes
 import numpy as np
@@ -20,19 +19,15 @@ from jaxinfer.models.layers.rotary import rotary_frequencies
 from tests.models import goldens, vision
 
 
-def hf_config(name: str) -> dict:
-    return json.loads((goldens.DIRECTORY / name / "config.json").read_text())
-
-
 def config_of(name: str, **changes):
-    hf = hf_config(name) | changes
+    hf = goldens.read_config(name) | changes
     return family_of(hf).config(hf)
 
 
 def test_every_family_has_two_goldens():
     counts = dict.fromkeys((*FAMILIES, *(name for family in STATE_DICTS for name in family.model_types)), 0)
     for name in goldens.NAMES:
-        counts[hf_config(name)["model_type"]] += 1
+        counts[goldens.read_config(name)["model_type"]] += 1
     for name in vision.GOLDENS:
         of_bare = name.rpartition("_")[0].replace("torchvision", "torchvision_resnet")
         counts[read_json(vision.DIRECTORY / name / "config.json").get("model_type", of_bare)] += 1
@@ -52,7 +47,7 @@ ALONE = {"qwen3_5_text": "qwen3_5_plain", "qwen3_5_moe_text": "qwen3_5_moe_plain
 @pytest.mark.parametrize("model_type", ALONE)
 def test_a_text_part_alone_is_that_of_the_whole(model_type):
     name = ALONE[model_type]
-    text = hf_config(name)["text_config"] | {"model_type": model_type}
+    text = goldens.read_config(name)["text_config"] | {"model_type": model_type}
     shapes = shapes_of(name)
     alone = {key.replace("model.language_model.", "model."): shape for key, shape in shapes.items()}
     alone = {key: shape for key, shape in alone.items() if "visual" not in key}
@@ -78,7 +73,7 @@ GEMMA_4 = "gemma4_text_awkward"
 
 
 def test_unused_keys_of_gemma_4_are_ignored():
-    family, config, shapes = family_of(hf_config(GEMMA_4)), config_of(GEMMA_4), shapes_of(GEMMA_4)
+    family, config, shapes = family_of(goldens.read_config(GEMMA_4)), config_of(GEMMA_4), shapes_of(GEMMA_4)
     unused = {f"model.layers.5.self_attn.{name}.weight": (12, 24) for name in ("k_proj", "v_proj", "k_norm")}
     assert plan(family, config, shapes | unused).keys() == plan(family, config, shapes).keys()
 
@@ -98,7 +93,7 @@ def test_olmo_hybrid_without_fields_is_as_in_transformers():
 def test_joined_tensors_may_be_divided_in_any_way():
     """transformers saves OLMo Hybrid's convolution in three equal parts, though those published are of q, k and v."""
     name, part = "olmo_hybrid_plain", "model.layers.0.linear_attn.{}_conv1d.weight"
-    family, config, shapes = family_of(hf_config(name)), config_of(name), shapes_of(name)
+    family, config, shapes = family_of(goldens.read_config(name)), config_of(name), shapes_of(name)
     published = {part.format(x): (rows, 1, 4) for x, rows in zip("qkv", (24, 24, 40), strict=True)}
     assert shapes.items().isdisjoint(published.items())
     assert plan(family, config, shapes | published).keys() == plan(family, config, shapes).keys()
@@ -246,7 +241,7 @@ def test_refusals_name_field_and_value(name, changes, message):
 @pytest.mark.parametrize("name", goldens.NAMES)
 def test_a_field_that_changes_which_tokens_are_seen_is_refused(name, tmp_path):
     """Of any family: decoders see earlier tokens, encoders all."""
-    causal, hf = name in goldens.DECODERS, hf_config(name)
+    causal, hf = name in goldens.DECODERS, goldens.read_config(name)
     describe_fields(tmp_path, hf | {"is_causal": causal})
     text = {"text_config": hf["text_config"] | {"is_causal": False}} if "text_config" in hf else {}
     for changes in ({"is_causal": not causal}, text):
@@ -267,8 +262,8 @@ def test_any_json_in_any_field_is_read_or_refused_in_one_line(name):
 
     Alone and in a survey: a family's goldens take turns.
     """
-    hf, messages = hf_config(name), []
-    turn = [other for other in goldens.NAMES if hf_config(other)["model_type"] == hf["model_type"]].index(name)
+    hf, messages = goldens.read_config(name), []
+    family = [other for other in goldens.NAMES if goldens.read_config(other)["model_type"] == hf["model_type"]]
     absent = ("rope_scaling", "layer_types", "head_dim", "sliding_window_pattern", "no_rope_layer_interval")
     places = [(hf, field) for field in {*hf, *absent} - {"model_type"}]
     places += [(part, field) for part in hf.values() if isinstance(part, dict) for field in part]
@@ -277,7 +272,7 @@ def test_any_json_in_any_field_is_read_or_refused_in_one_line(name):
         for value in JSON_VALUES:
             part[field] = value
             try:
-                with surveyed() if turn % 2 else contextlib.nullcontext():
+                with surveyed() if family.index(name) % 2 else contextlib.nullcontext():
                     family_of(hf).config(hf)
             except ValueError as error:
                 messages.append(str(error))
@@ -290,7 +285,7 @@ def test_any_json_in_any_field_is_read_or_refused_in_one_line(name):
 @pytest.mark.parametrize("name", ["dots1_awkward", "qwen3_moe_awkward", "mixtral_awkward"])
 def test_more_experts_than_any_model_has_are_refused(name):
     """Before a name is made for each of them."""
-    hf = hf_config(name)
+    hf = goldens.read_config(name)
     field = next(field for field in ("n_routed_experts", "num_local_experts", "num_experts") if field in hf)
     with pytest.raises(ValueError, match=r"DecoderConfig has \d+ experts; models of at most 131072 are known"):
         config_of(name, **{field: 2**30})
@@ -399,13 +394,13 @@ def test_in_exaone_only_layers_with_a_window_have_positions():
 
 
 def test_a_text_s_positions_are_not_divided_into_axes():
-    assert "mrope_section" in hf_config("qwen3_vl_plain")["text_config"]["rope_parameters"]
+    assert "mrope_section" in goldens.read_config("qwen3_vl_plain")["text_config"]["rope_parameters"]
     (positions,) = config_of("qwen3_vl_plain").positions
     assert (positions.theta, positions.rotary_dim, positions.scaling) == (500_000.0, 8, None)
 
 
 def test_the_text_part_s_fields_may_stand_beside_the_others():
-    flat = hf_config("qwen2_5_vl_awkward")
+    flat = goldens.read_config("qwen2_5_vl_awkward")
     assert flat["rope_scaling"]["type"] == "mrope"
     assert "text_config" not in flat
     text = {name: value for name, value in flat.items() if name not in ("model_type", "vision_config")}
@@ -427,7 +422,7 @@ def test_alpha_stretches_the_rotation_of_hunyuan():
 
 
 def test_ministral_3_may_be_the_text_part_of_a_model_that_sees():
-    alone, whole = hf_config("ministral3_plain"), {"model_type": "mistral3", "tie_word_embeddings": False}
+    alone, whole = goldens.read_config("ministral3_plain"), {"model_type": "mistral3", "tie_word_embeddings": False}
     config = family_of(whole).config(whole | {"text_config": alone})
     assert config == config_of("ministral3_plain")
     temperature = config.layer(0).attention.query_temperature
@@ -454,7 +449,7 @@ def test_neox_without_parallel_residual_is_sequential():
 
 
 def tensors_of(name: str):
-    hf = hf_config(name)
+    hf = goldens.read_config(name)
     family = family_of(hf)
     config = family.config(hf)
     shapes = {}

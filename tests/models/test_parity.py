@@ -30,23 +30,16 @@ CACHED = {way_of_attending(name): name for name in reversed(CHEAPEST_FIRST)}
 """For each way of attending one decoder, which runs through the cache often; the others do without it."""
 
 
-def often(name, *, cached):
-    """Whether a golden runs with every change: without a cache those that are not `CACHED`.
-
-    A plain golden is slow where its family has one of awkward sizes too, and all its leaves are read often.
-    """
-    if cached:
-        return name in CACHED.values()
-    return name not in CACHED.values() and not (
-        name.endswith("plain") and name.replace("plain", "awkward") in goldens.DECODERS
-    )
+AWKWARD_LAST = sorted(goldens.DECODERS, key=lambda name: name.endswith("awkward"))
+WITHOUT_CACHE = {goldens.read_config(name)["model_type"]: name for name in AWKWARD_LAST}
+"""For each family one decoder, which runs without a cache often, unless one of the family is `CACHED`."""
+for _name in CACHED.values():
+    WITHOUT_CACHE.pop(goldens.read_config(_name)["model_type"], None)
 
 
-def decoder(name, *, cached, **options):
-    return pytest.param(name, marks=[] if often(name, cached=cached) else pytest.mark.slow, **options)
-
-
-WITHOUT_CACHE = [decoder(name, cached=False) for name in goldens.DECODERS]
+def decoders(often):
+    """All decoders: those that do not run often are slow. All leaves of each are read often."""
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in goldens.DECODERS]
 
 
 def close(actual, expected, name=""):
@@ -63,14 +56,14 @@ def test_every_leaf_has_the_model_s_shape(name):
     assert {leaf: array.shape for leaf, array in golden.leaves.items()} == goldens.leaf_shapes(model)
 
 
-@pytest.mark.parametrize("name", WITHOUT_CACHE)
+@pytest.mark.parametrize("name", decoders(WITHOUT_CACHE.values()))
 def test_decoder_without_cache(name):
     golden = goldens.load(name)
     logits, _ = goldens.forward_by_layers(*goldens.build(golden), golden.tokens, golden.positions)
     close(np.asarray(logits)[golden.positions >= 0], golden.expected, name)
 
 
-@pytest.mark.parametrize("name", [decoder(name, cached=True) for name in goldens.DECODERS])
+@pytest.mark.parametrize("name", decoders(CACHED.values()))
 def test_decoder_through_paged_cache(name):
     golden = goldens.load(name)
     close(goldens.through_cache(golden, goldens.build(golden), chunk=1), golden.expected, name)

@@ -24,7 +24,7 @@ NAMES = {
 """Golden -> a projection of its last layer, and its outputs."""
 
 
-@pytest.fixture(scope="module", params=["gpt2_inverse_layers", pytest.param("opt_projected", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gpt2_inverse_layers", "opt_projected"])
 def golden(request):
     return request.param, goldens.load(request.param)
 
@@ -79,6 +79,7 @@ def prompts_of(golden):
     return [row[:length].tolist() for row, length in zip(golden.tokens, lengths, strict=True)]
 
 
+@pytest.mark.slow
 def test_prompts_have_transformers_probabilities(llm, golden):
     prompts = prompts_of(golden[1])
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, logprobs=1, prompt_logprobs=0))
@@ -90,6 +91,7 @@ def test_prompts_have_transformers_probabilities(llm, golden):
         np.testing.assert_allclose(chosen.logprob, rows[-1].max(), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_decoding_continues_as_without_a_cache(llm, golden, reference):
     prompts = prompts_of(golden[1])[1:]
     names = [None, "adapter"]
@@ -106,6 +108,7 @@ def test_decoding_continues_as_without_a_cache(llm, golden, reference):
     assert np.abs(texts[1][: len(prompts[1])] - plain).max() > 1e-2  # the adapter does something
 
 
+@pytest.mark.slow
 def test_vectors_are_means_of_what_leaves_the_model(llm, golden, reference):
     prompts = prompts_of(golden[1])
     vectors = llm.embed(prompts)

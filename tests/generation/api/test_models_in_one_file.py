@@ -54,6 +54,7 @@ def test_on_a_mesh_and_quantised(tiny, in_many_files):
     assert _tokens(tiny, **options) == _tokens(in_many_files, **options)
 
 
+@pytest.mark.slow
 def test_streamed_from_disk(tiny, in_many_files, tmp_path):
     assert _tokens(tiny, weights="disk", layer_files=tmp_path) == _tokens(in_many_files)
     assert [file.name for file in tiny.iterdir()] == [SINGLE_FILE]

@@ -137,6 +137,7 @@ def test_speculation_changes_no_token(moe_dirs, moe_llm, monkeypatch):
     assert completion.expert_load.tokens.sum() == 2 * 2 * (len(prompt) + 39 + wrong)
 
 
+@pytest.mark.slow
 def test_adapters_change_attention_and_dense_layers(moe_dirs, tmp_path):
     shapes = {"self_attn.q_proj": (32, 32), "self_attn.o_proj": (32, 32)}
     rng = np.random.default_rng(0)

@@ -82,6 +82,7 @@ def test_layers_that_stay_are_reserved(deep):
         assert parts["layers on their way"] == llm.placement.buffer_bytes == 2 * size
 
 
+@pytest.mark.slow
 def test_what_comes_from_disk_to_a_gpu_is_in_the_hosts_memory_first(deep, monkeypatch):
     """Beside what is on the device, which is the same memory here."""
     with LLM(deep, weights="disk", prefetch=1, **ONE) as llm:

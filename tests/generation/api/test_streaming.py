@@ -154,7 +154,8 @@ def test_buffers_are_not_filled_while_they_are_used(deep, want):
     assert generate(llm, GREEDY) == want
 
 
-@pytest.mark.parametrize(("in_host", "counts"), [(2, (2, 2, 2)), pytest.param(None, (2, 0, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("in_host", "counts"), [(2, (2, 2, 2)), (None, (2, 0, 4))])
 def test_a_device_limit_keeps_some_layers_there(deep, from_disk, want, in_host, counts):
     layer = from_disk.placement.layer_bytes
     llm = limited(deep, 2, weights="disk", host_memory=in_host and in_host * layer)

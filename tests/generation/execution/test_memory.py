@@ -95,8 +95,8 @@ def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
         return memory.plan_memory(model, config, **options).num_pages
 
     assert [pages(room) for room in (5, 63, 1008, 1023)] == [5, 63, 1008, 1008]
-    assert all(pages(room) >= 0.96 * room for room in range(1, 3000, 13))
-    assert len({pages(room) for room in range(1024, 2048)}) == 32
+    assert all(pages(room) >= 0.96 * room for room in range(1, 3000, 61))
+    assert len({pages(room) for room in range(1024, 2048, 8)}) == 32
     assert pages(1023, cache_bytes=1021 * PAGE_BYTES) == 1021
     assert pages(9000) == 8000  # as many as all sequences can have
 
@@ -118,9 +118,15 @@ def on_each_device(tree):
     return held
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize(
-    "axes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 4}], ids=str
+    ("axes", "kv_dtype"),
+    [
+        ({"pipeline": 2}, None),
+        ({"pipeline": 2, "tensor": 2}, "int8"),
+        pytest.param({"data": 2, "pipeline": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 4}, "int8", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_each_device_of_stages_has_what_was_planned(axes, kv_dtype, tmp_path):
     """Of five layers a stage of two has three places, of four two; a page has keys and values of those."""
