@@ -67,7 +67,10 @@ def check(*calls, fmt="float32", gated=True, tolerance=5e-4):
         np.testing.assert_allclose(y, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("fmt", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "int8", "int4"])
+FORMATS = ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "bfloat16", "int8"))]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_experts_of_few_tokens(library, fmt):
     tolerance = 2e-2 if fmt == "int8" else 5e-4
     sizes = [(1, 8, 2), (9, 5, 3), (16, 24, 2), (30, 3, 1)]
