@@ -27,6 +27,11 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     gc.set_threshold(50_000, 20, 20)  # traces are made of many objects that live long
 
+    from hypothesis import HealthCheck, settings  # a machine with a GPU may have none
+
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
+
 
 # Processes start by the dozen, and would compile all modules each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

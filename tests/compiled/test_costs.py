@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.compiled import Costs, LinearFit, cache_folder
@@ -54,7 +54,6 @@ def record(costs, *seconds, name="decode", bucket=ROWS, passes=1):
 # Statistics
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=MAX_CALLS), st.floats(0, 100))
 def test_percentiles_are_numpys_within_half_a_step(seconds, percent):
     costs = Costs()

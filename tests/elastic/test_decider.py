@@ -599,7 +599,7 @@ def test_bad_queries(serving):
         serving.submit(image, "stripes", deadline=0.0).result(120)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(["image", "task", "deadline", "utility"]), value=JSON)
 def test_any_value_is_taken_or_refused_by_name(serving, field, value):
     query = {"image": stripes(1).images[0], "task": "stripes", "deadline": 30.0, "utility": 1.0} | {field: value}

@@ -279,7 +279,7 @@ queries_strategy = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(queries=queries_strategy, name=st.sampled_from(sorted(POLICIES)), slower=st.sampled_from([1.0, 1.7]))
 def test_every_query_ends_once(queries, name, slower):
     """Also on a device that takes longer than its profile says."""

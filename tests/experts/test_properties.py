@@ -256,7 +256,7 @@ def cases(draw, *, faulty):
     reject()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(faulty=True))
 def test_invariants(case):
     """The model checks memories and order; all inputs end once, and no load is saved that cannot be."""
@@ -268,7 +268,7 @@ def test_invariants(case):
     assert not model.loading
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(faulty=False))
 def test_all_are_served_where_nothing_fails(case):
     """What is accepted at the start can run: whatever is pinned, and however little there is for activations."""
@@ -277,7 +277,7 @@ def test_all_are_served_where_nothing_fails(case):
     assert len(model.done) == sum(len(item.experts) for item in case.trace)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(faulty=True))
 def test_equal_cases_have_equal_runs(case):
     first, second = case.run(), case.run()

@@ -603,7 +603,7 @@ class Probe:
             self.worst = max(self.worst, count / self.system.scheduler.manager.pools[pool].budget)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.builds(
         Policy,

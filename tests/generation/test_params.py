@@ -51,7 +51,7 @@ def others(params, field, value):
 
 
 @pytest.mark.parametrize("params", [SamplingParams, PoolingParams, StructuredOutputsParams, BeamSearchParams, Query])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_value_is_made_plain_or_refused_by_name(params, data):
     annotations = typing.get_type_hints(params, include_extras=True)

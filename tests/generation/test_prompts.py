@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearchParams
@@ -43,7 +43,6 @@ def test_one_prompt_or_several(prompts, expected):
     assert as_list(prompts) == expected
 
 
-@settings(deadline=None)
 @given(prompt=JSON)
 def test_any_value_becomes_token_ids_or_is_refused(prompt):
     try:

@@ -113,7 +113,7 @@ def test_cached_attention(name, library):
     check(library, CASES[name])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
     tokens=st.integers(1, 3),

@@ -135,7 +135,7 @@ def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, toleran
     np.testing.assert_allclose(result[valid], expected[valid], atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
     tokens=st.integers(1, 3),

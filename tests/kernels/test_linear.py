@@ -23,7 +23,7 @@ def test_linear(leading, dtype, tolerance):
     np.testing.assert_allclose(np.asarray(y).astype(np.float64), exact, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 100),
     rows=st.integers(1, 9),

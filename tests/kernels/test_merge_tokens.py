@@ -109,7 +109,7 @@ SHAPES = {  # few, since compiling takes most of the time: of tokens, merges, an
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**SHAPES)
 def test_any_shape(shape, padding, seed):
     count, r, protected = shape
@@ -118,7 +118,7 @@ def test_any_shape(shape, padding, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(margin=st.sampled_from([-1.0, 0.3, 0.9]), **SHAPES)
 def test_any_shape_by_energy(shape, padding, seed, margin):
     count, r, protected = shape

@@ -69,7 +69,7 @@ def layer(x, logits, w_in, w_out, *, k, normalize=True, capacity=None):
 
 
 # Few shapes, since compiling takes most of the time, but arbitrary contents.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     case=st.sampled_from(
         [
@@ -164,7 +164,7 @@ def test_invalid_options_are_rejected(k, capacity, message):
         top_k_gating(np.zeros((3, 4)), k, capacity=capacity)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     case=st.sampled_from([((1, 6, 2), False), ((3, 1, 1), True), ((3, 6, 6), True), ((70, 6, 2), True)]),
     bias=st.sampled_from([0, 20]),

@@ -122,14 +122,14 @@ def test_padding():
     check(case._replace(positions=positions), 1e-5, "window")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(name=st.sampled_from(["plain", "all"]), int8=st.booleans(), seed=st.integers(0, 1 << 30))
 def test_any_contexts(name, int8, seed):
     check(make_case(3, {"plain": 1, "all": 5}[name], kv_heads=2, int8=int8, seed=seed), 0.1 if int8 else 1e-5, name)
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     rows=st.integers(1, 9),
     tokens=st.sampled_from([1, 2, 17]),

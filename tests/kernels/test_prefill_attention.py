@@ -181,7 +181,7 @@ def test_equals_the_reference_with_the_heuristics_tiles(head_dim, int8):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     starts=st.lists(st.integers(-1, 170), min_size=1, max_size=3),
     tokens=st.sampled_from([1, 2, 7, 8, 17, 40]),

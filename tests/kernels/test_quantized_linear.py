@@ -172,7 +172,7 @@ def test_int8_accumulates_exactly():
     np.testing.assert_allclose(y, linear(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 1000),
     fmt=st.sampled_from(FORMATS),

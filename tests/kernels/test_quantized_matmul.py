@@ -37,7 +37,7 @@ def case(rows, inputs, outputs, *, dtype=jnp.bfloat16, seed=0):
 MATMUL = ("q", "q_scale", "weight", "scale", "bias")
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.sampled_from([1, 5]),
     inputs=st.sampled_from([3, 40]),

@@ -192,7 +192,7 @@ def test_kernel_in_more_cases(rows, dtype, norm, gated):
     check(y, problem.exact(*arrays), dtype)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_operations_on_any_platform(data):
     norm = data.draw(st.sampled_from([None, "layer", "rms"]))

@@ -23,7 +23,7 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS, shape=st.sampled_from([(1, 2), (5, 3)]))
 def test_packing_loses_nothing(seed, shape):
     outputs, groups = shape
@@ -40,7 +40,7 @@ def test_a_shift_and_mask_of_a_groups_words_give_consecutive_inputs():
         np.testing.assert_array_equal((words >> 4 * run) & 15, levels[32 * run : 32 * (run + 1)] + 8)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS, fmt=st.sampled_from(FORMATS))
 def test_quantised_values_survive_a_round_trip(seed, fmt):
     outputs, groups = 24, 2

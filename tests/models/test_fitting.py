@@ -191,7 +191,7 @@ def by_takes(fitting, name, stored, array):
     return array
 
 
-@settings(max_examples=12, deadline=None)  # leaves of a new config take long to describe
+@settings(max_examples=12)  # leaves of a new config take long to describe
 @given(
     st.integers(1, 60),
     st.integers(1, 60),

@@ -31,14 +31,12 @@ CACHED = {way_of_attending(name): name for name in reversed(CHEAPEST_FIRST)}
 
 
 AWKWARD_LAST = sorted(goldens.DECODERS, key=lambda name: name.endswith("awkward"))
-WITHOUT_CACHE = {goldens.read_config(name)["model_type"]: name for name in AWKWARD_LAST}
-"""For each family one decoder, which runs without a cache often, unless one of the family is `CACHED`."""
-for _name in CACHED.values():
-    WITHOUT_CACHE.pop(goldens.read_config(_name)["model_type"], None)
+OF_FAMILIES = {goldens.read_config(name)["model_type"]: name for name in [*AWKWARD_LAST, *CACHED.values()]}
+"""For each family one decoder, which runs with every change: through a cache if it is `CACHED`, else without."""
 
 
 def decoders(often):
-    """All decoders: those that do not run often are slow. All leaves of each are read often."""
+    """All decoders, of which those that do not run often are slow. All leaves of each are read often."""
     return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in goldens.DECODERS]
 
 
@@ -56,7 +54,7 @@ def test_every_leaf_has_the_model_s_shape(name):
     assert {leaf: array.shape for leaf, array in golden.leaves.items()} == goldens.leaf_shapes(model)
 
 
-@pytest.mark.parametrize("name", decoders(WITHOUT_CACHE.values()))
+@pytest.mark.parametrize("name", decoders({*OF_FAMILIES.values()} - {*CACHED.values()}))
 def test_decoder_without_cache(name):
     golden = goldens.load(name)
     logits, _ = goldens.forward_by_layers(*goldens.build(golden), golden.tokens, golden.positions)

@@ -86,7 +86,7 @@ def shortest_length(a, b):
 KINDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(KINDS, st.integers(1, 6))
 def test_each_layer_is_in_one_place_among_layers_of_its_kind(kinds, count):
     config = config_of(kinds)
@@ -130,7 +130,7 @@ def _halves(kinds):
     return tuple(kinds[:middle]), tuple(kinds[middle:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 4), st.integers(4, 40), st.integers(2, 4))
 def test_kinds_that_come_round_need_few_positions(period, layers, count):
     """One layer of each round is of another kind, as in models with windows."""

@@ -145,7 +145,7 @@ def raises(error):
 ACTIONS = st.lists(st.sampled_from(["work", "fail", "interrupt", "refuse", "cancel", "wait"]), min_size=1, max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(actions=ACTIONS, lanes=st.integers(1, 3), limit=st.none() | st.integers(1, 5), drain=st.booleans())
 def test_every_request_ends_once(actions, lanes, limit, drain):
     loop, futures, ends = InTurn(lanes, max_tickets=limit).loop, [], []

@@ -237,7 +237,6 @@ def run(start, faults):
         settings=settings(
             max_examples=4,
             stateful_step_count=20,
-            deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.sharding import schedules
@@ -75,21 +75,18 @@ def simulate(stages, micro_batches, tokens, *, drain):
     return Schedule(stages, tuple(ticks))
 
 
-@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, TOKENS, st.booleans())
 def test_schedules_are_what_queues_do(stages, micro_batches, tokens, drain):
     made = (drained if drain else queued)(stages, micro_batches, tokens)
     assert made == simulate(stages, micro_batches, tokens, drain=drain)
 
 
-@settings(deadline=None)
 @given(KINDS, STAGES, MICRO_BATCHES, TOKENS, UNITS)
 def test_dependencies_hold(kind, stages, micro_batches, tokens, units):
     schedule = kind(stages, micro_batches, tokens, prompt_units=units)
     check_tokens(schedule, check_stages(schedule, jobs_of(micro_batches, tokens, units)))
 
 
-@settings(deadline=None)
 @given(KINDS, STAGES, MICRO_BATCHES, TOKENS)
 def test_micro_batches_keep_their_order(kind, stages, micro_batches, tokens):
     schedule = kind(stages, micro_batches, tokens)
@@ -99,7 +96,6 @@ def test_micro_batches_keep_their_order(kind, stages, micro_batches, tokens):
         assert [(job.token, job.micro_batch) for job in jobs if job] == expected
 
 
-@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, TOKENS)
 def test_idle_slots_are_the_closed_forms(stages, micro_batches, tokens):
     waiting, going_on = drained(stages, micro_batches, tokens), queued(stages, micro_batches, tokens)
@@ -116,14 +112,12 @@ def test_idle_slots_are_the_closed_forms(stages, micro_batches, tokens):
         assert schedule.length == len(schedule.ticks)
 
 
-@settings(deadline=None)
 @given(STAGES, TOKENS)
 def test_the_gain_of_queueing_is_its_closed_form(stages, tokens):
     gain = drained(stages, stages, tokens).length / queued(stages, stages, tokens).length
     assert gain == pytest.approx(schedules.queued_gain(stages, tokens))
 
 
-@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, MICRO_BATCHES, TOKENS, UNITS)
 def test_hybrids_read_prompts_and_generate_in_their_micro_batches(stages, prompts, generations, tokens, units):
     schedule = hybrid(stages, prompts, generations, tokens, prompt_units=units)
@@ -153,7 +147,6 @@ def phase(jobs):
     return any(job and job.phase is Phase.PROMPT for job in jobs)
 
 
-@settings(deadline=None)
 @given(STAGES, st.lists(UNITS, min_size=1, max_size=9))
 def test_chunks_follow_one_another(stages, units):
     schedule = chunked(stages, units)
@@ -166,7 +159,6 @@ def test_chunks_follow_one_another(stages, units):
     assert schedule.utilisation * schedule.length == pytest.approx(sum(units))
 
 
-@settings(deadline=None)
 @given(STAGES, st.integers(1, 12))
 def test_the_speed_up_of_equal_chunks_is_its_closed_form(stages, chunks):
     alone, split = (chunked(each, [1.0] * chunks).length / each for each in (1, stages))
@@ -176,7 +168,6 @@ def test_the_speed_up_of_equal_chunks_is_its_closed_form(stages, chunks):
 COSTS = st.floats(0, 10)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 40), COSTS, COSTS)
 def test_chunks_never_grow_and_are_the_prompt(tokens, chunks, per_token, per_pair):
     if per_token + per_pair == 0 or chunks > tokens:
@@ -187,7 +178,6 @@ def test_chunks_never_grow_and_are_the_prompt(tokens, chunks, per_token, per_pai
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None)
 @given(st.integers(1000, 100_000), st.integers(1, 16), st.floats(0, 1e-3))
 def test_chunks_take_equally_long(tokens, chunks, per_pair):
     """But for what rounding changes: a token of each chunk, and as many tokens before it as there are chunks."""

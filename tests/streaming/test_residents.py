@@ -9,7 +9,7 @@ from jaxinfer.streaming.residents import Residents
 KEYS = "abcdef"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     budget=st.integers(1, 6),
     steps=st.lists(

@@ -125,7 +125,7 @@ def answers(draw):
     return name, text + again
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(answers(), st.data())
 def test_every_division_gives_the_same_parts(given_answer, data):
     name, text = given_answer

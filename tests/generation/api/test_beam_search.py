@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
@@ -89,7 +89,6 @@ def search_table(logprobs, params):
     return search.finished
 
 
-@settings(deadline=None)
 @given(
     vocab=st.integers(2, 3),
     max_tokens=st.integers(1, 3),

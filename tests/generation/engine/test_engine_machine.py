@@ -286,7 +286,6 @@ def run(engines, alone, *, examples, steps, derandomize):
         stateful_step_count=steps,
         derandomize=derandomize,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 

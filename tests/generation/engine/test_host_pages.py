@@ -105,7 +105,7 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=30, stateful_step_count=15, deadline=None, derandomize=True, database=None)
+TestTier.settings = settings(max_examples=30, stateful_step_count=15, derandomize=True, database=None)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_many_orders():
         pass
 
     case = Longer.TestCase
-    case.settings = settings(max_examples=500, stateful_step_count=40, deadline=None, database=None)
+    case.settings = settings(max_examples=500, stateful_step_count=40, database=None)
     case().runTest()
 
 

@@ -111,7 +111,7 @@ class Simulation:
             assert lane.pages.free == lane.pages.count
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_with_the_text_it_has_alone(seed):
     random = Random(seed)

@@ -179,7 +179,7 @@ def _common(first, second):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def fill(pool, root, tokens):

@@ -375,7 +375,7 @@ def random_prompt(random):
     return random.choice(BASES)[: random.randint(0, 22)] + random.choices([0, 1, 2], k=random.randint(1, 6))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_with_the_text_it_has_alone(seed):
     random = Random(seed)
@@ -418,7 +418,7 @@ def test_admission_is_by_priority_and_then_by_arrival():
     assert [added.index(s) for s in simulation.admitted] == [3, 0, 2, 1, 4]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32))
 def test_a_bounded_number_of_later_requests_overtakes_one(seed):
     random = Random(seed)

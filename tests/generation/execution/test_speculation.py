@@ -31,7 +31,7 @@ def proposed(tokens):
     return [repeated[i % len(repeated)] for i in range(COUNT)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=CONTEXT), min_size=3, max_size=3))
 def test_the_longest_then_latest_occurrence_is_continued(rows):
     history = np.full((3, CONTEXT), 1, np.int32)  # what is not known yet must not count

@@ -51,7 +51,7 @@ def delete_weights(folder):
     (folder / "adapter_model.safetensors").unlink()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 3),
     held=st.integers(0, 3),

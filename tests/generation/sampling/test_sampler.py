@@ -55,7 +55,7 @@ def truncated_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: floa
     return set(kept[p >= min_p * p.max()].tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 49, 50, 80]),
@@ -151,7 +151,7 @@ def test_min_tokens_keeps_stop_tokens_away():
     assert [_sample(logits, history, np.array([n]), arrays)[0].item() for n in (4, 5, 6)] == [8, 8, 7]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     words=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=5).map(tuple), max_size=8),
     text=st.lists(st.integers(0, 2), min_size=1, max_size=CONTEXT),
