@@ -73,7 +73,7 @@ def test_keys_and_values_of_all_layers_are_read_but_windows_bound_them():
     assert kv_bytes(small(windows=(16, None)), "float32", 50) == (16 + 50) * token
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int4"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "int4"])
 def test_the_products_read_the_matrices_of_a_step(dtype, monkeypatch):
     monkeypatch.setattr(products, "preset", lambda name: small())
     monkeypatch.setattr(bandwidth, "WIDTH", 256)

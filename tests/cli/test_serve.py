@@ -147,6 +147,7 @@ def test_a_server_that_anybody_can_ask_is_warned_of(monkeypatch, tmp_path):
     assert "Anybody who can reach 0.0.0.0 may ask this server" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_describes_several_models(model_dir, tmp_path):
     (tmp_path / "a").symlink_to(model_dir)
     port = free_port()

@@ -173,6 +173,7 @@ def test_a_compiler_that_hangs_is_given_up(tmp_path, monkeypatch, folder):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_process_decides_once_and_the_next_one_finds_what_was_compiled_meanwhile(tmp_path, monkeypatch, folder):
     go = tmp_path / "go"
     path, log = compiler(tmp_path, f"while not os.path.exists({str(go)!r}): time.sleep(0.05)\n    compile()")

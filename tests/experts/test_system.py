@@ -352,6 +352,7 @@ print(len(threading.enumerate()) > 2)
 """
 
 
+@pytest.mark.slow
 def test_leaving_without_close_is_clean(board):
     command = [sys.executable, "-c", LEFT, str(board)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -569,6 +569,7 @@ def test_the_same_files_are_loaded_once(folders, tmp_path):
         load_models(other, models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"weights": "host"}, {"mesh": MeshFile(memory={"weights": "host"})}])
 def test_streamed_weights_are_loaded_again_after_unload(folders, options):
     given = ServerConfig(models={"a": ModelConfig(path=folders["a"], options=PLAIN | options)})

@@ -37,6 +37,7 @@ def _wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_and_convert_once(hub, start):
     hub.slow = 0.05
     processes = [start("convert", "org/tiny") for _ in range(2)]

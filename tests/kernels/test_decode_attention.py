@@ -357,6 +357,7 @@ def test_little_shared_memory():
             jax.eval_shape(functools.partial(decode_attention, **large.options), *shapes(large))
 
 
+@pytest.mark.slow
 def test_lowers_for_cuda():
     """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies. More in `test_lowering.py`."""
     case = dataclasses.replace(LLAMA, group=2, head_dim=64, rotary_half=32, width=32)

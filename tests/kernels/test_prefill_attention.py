@@ -266,9 +266,8 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["Gemma 2 9B, int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 3 8B", "BLOOM 7B"))]
-)  # all: with the marker `aot`
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma 2 9B, int8", "Llama 3 8B", "BLOOM 7B"])  # all: with the marker `aot`
 def test_lowers_for_cuda(name):
     case = REAL[name]
     with targeting(H200):

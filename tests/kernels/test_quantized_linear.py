@@ -266,12 +266,10 @@ CALLS = [  # an int4 model keeps matrices that groups of 128 do not divide, and 
     for fmt in FORMATS
     if (fmt != "int4" or case.inputs % GROUP == 0) and (fmt == "int8" or case.outputs % 8 == 0)
 ]
-QUICK = ("gpt-j qkv", "gpt-2 xl head")
 
 
-@pytest.mark.parametrize(
-    ("name", "fmt"), [pytest.param(*call, marks=[pytest.mark.slow] * (call[0] not in QUICK)) for call in CALLS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_lowers_for_cuda(name, fmt):
     """As one kernel, or two if many rows are quantised, without an XLA matmul."""
     operation, args = calls(fmt, REALISTIC[name])

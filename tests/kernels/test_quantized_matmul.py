@@ -182,6 +182,7 @@ def shapes(rows, inputs, outputs):
     return arrays["x"], vector, vector, arrays["weight"], arrays["scale"], arrays["bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lowers_for_cuda(shape):
     with targeting(H200):

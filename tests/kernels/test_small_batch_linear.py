@@ -291,20 +291,8 @@ REALISTIC = {
 }
 
 
-QUICK = (
-    "gpt-2 xl qkv",
-    "gpt-2 xl up, float32",
-    "gpt-2 xl down",
-    "gpt-2 out",
-    "llama-3 8b up, 16 rows",
-    "llama-3 8b head",
-    "neox-20b up",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in REALISTIC]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REALISTIC)
 def test_lowers_for_cuda(name):
     """As one kernel; XLA does nothing but reshapes before and after it, and normalises many rows."""
     problem = REALISTIC[name]

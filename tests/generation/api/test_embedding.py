@@ -254,6 +254,7 @@ def mean_of(decoder):
     return mean
 
 
+@pytest.mark.slow
 def test_a_decoder_gives_the_mean_of_its_hidden_vectors(decoder, mean_of):
     prompts = [[7], LONG, list(range(16)), list(range(128)), LONG[:40]]  # one fills the context
     found = decoder.embed(prompts)

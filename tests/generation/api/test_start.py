@@ -112,6 +112,7 @@ class Boost:
 """
 
 
+@pytest.mark.slow
 def test_a_logits_processor_that_was_edited_is_the_one_that_runs(model_dir, tmp_path, monkeypatch):
     """Its class and its fields are what they were; only the body of the method is another."""
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))

@@ -490,13 +490,14 @@ def restart(llm):
     llm.engine.executor.restart()
 
 
-@pytest.mark.parametrize("points", [10, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("points", [10, 250])
 @pytest.mark.parametrize(
     "options",
     [
         {"weights": "host", "prefetch": 2},
-        pytest.param({"weights": "disk", "num_speculative_tokens": 4}, marks=pytest.mark.slow),
-        pytest.param({"weights": "disk", "mesh": MeshConfig(tensor=2)}, marks=pytest.mark.slow),
+        {"weights": "disk", "num_speculative_tokens": 4},
+        {"weights": "disk", "mesh": MeshConfig(tensor=2)},
     ],
     ids=str,
 )
