@@ -891,8 +891,12 @@ def test_the_engines_own_thread_never_waits_for_itself(start, gate):
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(served.submit, "b", SHORT)
         wait_until(lambda: served.num_requests == 2)
-        gate.open()
+        while not first.done():  # step by step: the second must not have ended, too, when the callback is called
+            steps = gate.steps
+            gate.open(1)
+            wait_until(lambda before=steps: gate.steps > before or first.done())
         assert isinstance(refused.result(PATIENCE), OverloadedError)
+        gate.open()
         second.result(PATIENCE).result(PATIENCE)
 
 
