@@ -34,9 +34,10 @@ EXPECTED = json.loads((GOLDENS / "expected.json").read_text())
 MODELS = [name for name in EXPECTED if name.endswith(".gguf")]
 TEXTS = [name for name in EXPECTED if name not in MODELS]
 COMPUTE_AS_OTHERS = {
-    f"{name}.F32.gguf" for name in ("gemma", "ernie4_5", "exaone4", "qwen2moe", "qwen35", "qwen35moe", "qwen3next")
+    *(f"{name}.F32.gguf" for name in ("gemma", "ernie4_5", "exaone4", "qwen2moe", "qwen35", "qwen35moe", "qwen3next")),
+    *(f"{name}.{dtype}.gguf" for name in ("gemma3", "qwen2", "qwen3") for dtype in ("F16", "F32")),
 }
-"""Files whose tensors have names of their own, and whose layers other tests compute."""
+"""Files whose layers other tests compute, and whose dtype other files have."""
 
 
 @pytest.fixture(scope="session")

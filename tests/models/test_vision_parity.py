@@ -44,7 +44,19 @@ def read(name: str):
     return model, read_expected(vision.DIRECTORY / name)
 
 
-@pytest.mark.parametrize("name", [name for name in vision.GOLDENS if not name.startswith("yolov5")])
+OFTEN = ("deit_class", "dinov2_registers", "resnet_basic", "siglip_both", "timm_vit_token", "torchvision_bottleneck")
+OFTEN += ("dinov2_gated", "resnet_bottleneck", "siglip_vision_mean", "vit_odd")
+"""One or two goldens of each family."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow)
+        for name in vision.GOLDENS
+        if not name.startswith("yolov5")
+    ],
+)
 def test_classifiers_and_backbones(name):
     model, expected = read(name)
     assert isinstance(model, ResNet if "resnet" in name or "torchvision" in name else ViT)
