@@ -30,4 +30,4 @@ def check_mappings() -> None:
             f"this process has {used:,} memory mappings, and Linux ends it at {limit:,} (vm.max_map_count): compile "
             "fewer programs in it (fewer levels, or smaller batches), or raise the limit with `sysctl`."
         )
-    _sure = int(_SHARE * limit - used) // _PROGRAM
+    _sure = max(0, int(_SHARE * limit - used) // _PROGRAM - 1)  # beside the one that is compiled now
