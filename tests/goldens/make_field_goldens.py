@@ -12,6 +12,7 @@ not fit; so are numbers of layers, whose weights would be random, and what is re
 import copy
 import json
 import pathlib
+import resource
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoMo
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
 FOLDER = pathlib.Path(__file__).parent
+MOST_MEMORY = 9 << 30
+"""Bytes of addresses that a model may take: some values ask for more than a machine has."""
 LEFT_OUT = {
     *("architectures", "dtype", "torch_dtype", "model_type", "transformers_version", "vision_config"),
     *("id2label", "label2id", "num_labels", "output_router_logits"),
@@ -84,7 +87,7 @@ def changing(folder: pathlib.Path, fields: dict[str, Any]) -> dict[str, Any]:
         for other in others(path[-1], value):
             try:
                 result = compute(folder, with_value(fields, path, other))
-            except Exception:  # the weights do not fit
+            except Exception:  # the weights do not fit, or take too much memory
                 continue
             if result.shape != plain.shape or (result - plain).abs().max() > 1e-3 * plain.abs().max():
                 found["/".join(path)] = other
@@ -97,6 +100,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     target, names = FOLDER / "fields.json", sys.argv[1:]
     goldens = json.loads(target.read_text()) if names else {}
     for file in sorted(FOLDER.glob("*/config.json")):

@@ -43,6 +43,10 @@ def with_value(fields, path, value):
     return fields | {name: with_value(fields.get(name) or {}, inner, value) if inner else value}
 
 
+def test_the_fields_of_every_golden_are_known():
+    assert FIELDS.keys() == DEFAULTS.keys() == {*goldens.NAMES}
+
+
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
     fields = json.loads((goldens.DIRECTORY / name / "config.json").read_text())
