@@ -5,9 +5,9 @@
 Runs pytest with these arguments, then prints the CPU seconds of each folder and the 50 most expensive tests, of which
 the ends of the names.
 
-`--check` also fails if the suite costs more than 1.25 times `BUDGET`. The budget counts in calibrations, so that it is
-the same on every machine: one calibration is the CPU seconds in which `calibrate` traces and compiles fixed programs.
-It is measured while the tests run, since what shares the cores of a machine makes all CPU seconds longer.
+`--check` also fails if the suite costs more than `MARGIN` times `BUDGET`. The budget counts in calibrations, so that it
+is the same on every machine: one calibration is the CPU seconds in which `calibrate` traces and compiles fixed
+programs. It is measured while the tests run, since what shares the cores of a machine makes all CPU seconds longer.
 """
 
 import collections
@@ -27,7 +27,9 @@ import pytest
 
 BUDGET = 290.0
 """Calibrations that the default suite may cost."""
-MARGIN = 1.25
+MARGIN = 1.4
+"""How much more it may cost. What else uses the machine's memory slows the tests more than a calibration, whose process
+is small: the same tests cost from 340 to 375 calibrations within hours on one machine."""
 CALIBRATION_PAUSE = 60.0
 """Seconds between two calibrations."""
 FOLDER_VARIABLE = "JAXINFER_SUITE_FOLDER"
