@@ -49,7 +49,7 @@ def test_the_fields_of_every_golden_are_known():
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
-    fields = json.loads((goldens.DIRECTORY / name / "config.json").read_text())
+    fields = goldens.read_config(name)
     wrong = {}
     for path, changed in DEFAULTS[name].items():
         shorter, complete = map(config_of, without(fields, path, changed))
@@ -62,7 +62,7 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(name):
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_that_changes_transformers_result_changes_the_config_or_is_refused(name):
     folder, ignored = goldens.DIRECTORY / name, []
-    fields = json.loads((folder / "config.json").read_text())
+    fields = goldens.read_config(name)
     plain = describe_fields(folder, fields)
     for field, value in FIELDS[name].items():
         try:

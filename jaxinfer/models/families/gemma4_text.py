@@ -1,7 +1,7 @@
 """Gemma 4: wider heads in full attention, shared keys and values, layer inputs, experts in addition to the MLP."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.fields import shown
@@ -28,7 +28,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     base = base.with_mlp(activation=fields.activation("hidden_activation", default="gelu_pytorch_tanh"))
     base = base.with_attention(qkv_bias=bias, out_bias=bias, scale=1.0, qk_norm=True, value_norm=True)
     base = base.map_layers(lambda kind: dataclasses.replace(kind, block=BlockKind.SANDWICH, output_scale=True))
-    base = base.vary(lambda kind, change: change(kind), _changes(fields, base.layers))
+    base = base.vary(_change_of_layer(fields, base.layers), range(base.layers))
     return dataclasses.replace(
         base,
         embed_scale=base.embed**0.5,
@@ -37,8 +37,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _changes(fields: Fields, layers: int) -> list[Any]:
-    """Make for each layer a function that makes its kind of what all have in common."""
+def _change_of_layer(fields: Fields, layers: int) -> Callable[[LayerConfig, int], LayerConfig]:
+    """Make a function that makes a layer's kind of what all have in common, and of its number."""
     kinds = [*fields.layer_types([SLIDING if (i + 1) % 6 else FULL for i in range(layers)])[:-1], FULL]
     keys_are_values, double = (fields.flag(x, default=False) for x in ("attention_k_eq_v", "use_double_wide_mlp"))
     wide = {"head_dim": fields.integer("global_head_dim", default=512)}
@@ -71,7 +71,7 @@ def _changes(fields: Fields, layers: int) -> list[Any]:
         moe = MoeConfig(router=router, shared_hidden=kind.mlp.hidden, shared_mix=SharedMix.NORMALIZED)
         return kind.with_mlp(hidden=fields.integer("moe_intermediate_size"), moe=moe)
 
-    return [lambda kind, layer=layer: change(kind, layer) for layer in range(layers)]
+    return change
 
 
 FAMILY = dataclasses.replace(

@@ -104,12 +104,11 @@ class TransformerLayer(nnx.Module):
         heads, cache = self.mixer.heads(x, self.norm_before_attention, forward_context, cache, deltas=deltas)
         if self.block.is_parallel:
             attention = Product(self.mixer.out, heads, deltas.out)
-            x = parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas))
-            return self.finish(x), cache
-        x = self.add_attention(x, heads, deltas)
-        if isinstance(self.mlp, Moe):
-            return self.finish(self.add_experts(x, forward_context)), cache
-        return self.finish(self.add_mlp(x, deltas), forward_context.layer_input), cache
+            y = parallel(x, attention, lambda: self._mlp(x, self.mlp_norm or self.attention_norm, deltas))
+        else:
+            x = self.add_attention(x, heads, deltas)
+            y = self.add_experts(x, forward_context) if isinstance(self.mlp, Moe) else self.add_mlp(x, deltas)
+        return self.finish(y, forward_context.layer_input), cache
 
     @property
     def mixer(self) -> MixerModule:

@@ -26,7 +26,7 @@ KINDS = (
 
 def sources_of(name: str):
     """A golden's family, config and tensors (float32), and the sources of the linears that can be adapted."""
-    hf = json.loads((goldens.DIRECTORY / name / "config.json").read_text())
+    hf = goldens.read_config(name)
     tensors = load_file(goldens.DIRECTORY / name / "model.safetensors")
     tensors = {key: tensor.astype(np.float32) for key, tensor in tensors.items()}
     family = family_of(hf)
